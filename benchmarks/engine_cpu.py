@@ -1,7 +1,7 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
     python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 int4 \
-        [--vllm-python PATH] [--gguf FILE [--llama-python PATH]] [--eagle-python PATH]
+        [--vllm-python PATH] [--gguf FILE [--llama-server FILE | --llama-python PATH]] [--eagle-python PATH]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns
 group of prompts by group, the first one rotating, so that whatever the machine does meets all of them alike:
@@ -181,7 +181,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="ENGINE", help=f"these rows, and {REFERENCE}")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form, for the row llama.cpp"
+        "--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form, for the rows of llama.cpp"
+    )
+    parser.add_argument(
+        "--llama-server",
+        metavar="FILE",
+        help="llama.cpp's server: rows plain and with the head, of --gguf's weights and of these in BF16 and Q8_0",
     )
     parser.add_argument(
         "--llama-python", metavar="PATH", help="interpreter with xllamacpp or llama_cpp (default: this one)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import gguf
 from safetensors import safe_open
 
 from toolkit.bench.side_by_side import BenchError
@@ -57,3 +59,37 @@ def _settings(file: Path) -> dict:
 def _replace(file: Path, settings: dict) -> None:
     file.unlink(missing_ok=True)  # a link: what it points to stays as it is
     file.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
+    """Type of the matrices -> file: the given one, and its weights in BF16 and Q8_0."""
+    types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    own = types["blk.0.ffn_up.weight"].name
+    made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in ("BF16", "Q8_0") if kind != own}
+    return {kind.lower(): path for kind, path in (made | {own: file.resolve()}).items()}
+
+
+def gguf_heads(file: Path, out: Path, targets: Iterable[str]) -> dict[str, Path]:
+    """Type of a target -> the head beside it: as it is beside BF16, else in 8 bits, as beside our quantised targets."""
+    packed = requantised(file, "Q8_0", out / "head-Q8_0.gguf")
+    return {kind: file if kind in ("bf16", "f16", "f32") else packed for kind in targets}
+
+
+def requantised(file: Path, kind: str, out: Path) -> Path:
+    """A copy of a GGUF file with its matrices in another type."""
+    reader, wanted = gguf.GGUFReader(file), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            nested = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=nested)
+    for tensor in reader.tensors:
+        data, given = tensor.data, tensor.tensor_type
+        if len(tensor.shape) == 2:
+            data, given = gguf.quantize(gguf.dequantize(data, given), wanted), wanted
+        writer.add_tensor(tensor.name, data, raw_dtype=given)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out

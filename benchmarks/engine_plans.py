@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_folders import eagle_target, exported
+from engine_folders import eagle_target, exported, gguf_heads, gguf_targets
 from engine_rows import REFERENCE
 
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.gguf_head import MODEL_FILE
 from toolkit.errors import is_for_users
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS
 from toolkit.infer.request.draft_tree import DraftShape
 
+# llama.cpp ends a draft before a token of a smaller probability; the fastest of 0, 0.3, 0.5, 0.6 with the demo's head.
+SURE = 0.6
 # Plain row -> quantisation of its target.
 REFERENCES: dict[str, str | None] = {REFERENCE: None, **{f"{REFERENCE}-{name}": name for name in QUANTIZATIONS}}
 
@@ -81,12 +84,7 @@ def plans_for(
         found.add(f"hf-generate-{name}", {"engine": "hugging-face", "quantization": name}, **same)
     _add_vllm(found, args, head, shared, folder)
     _add_eagle(found, args, head, shared, folder)
-    if args.gguf is None:
-        found.absent["llama.cpp"] = "no --gguf was given"
-    else:
-        # Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
-        gguf = {"engine": "llama.cpp", "gguf": str(args.gguf.resolve())}
-        found.add("llama.cpp", gguf, python=args.llama_python, equals=None)
+    _add_llama_cpp(found, args, head, shared, folder)
     if args.only:
         found.absent["all others"] = f"--only {' '.join(args.only)}"
     return _only(found.plans, args.only), found.absent
@@ -135,6 +133,37 @@ def _add_vllm(
         return {"engine": "vllm", "draft": draft, "num_steps": args.chain}
 
     found.prepared(names[1], prepare, shape=chain.as_text(), python=args.vllm_python)
+
+
+def _add_llama_cpp(
+    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> None:
+    """Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
+
+    -sure  drafts end where the head is in doubt
+    """
+    if args.gguf is None:
+        found.absent["llama.cpp"] = "no --gguf was given"
+        return
+    gguf = {"engine": "llama.cpp", "gguf": str(args.gguf.resolve())}
+    if args.llama_server is None:
+        found.add("llama.cpp", gguf, python=args.llama_python, equals=None)
+        found.absent["llama.cpp with a head"] = "no --llama-server was given"
+        return
+    files = gguf_targets(args.gguf, folder)
+    chain, heads = DraftShape.chain(args.chain), {}
+    if head is None or head.kind != "eagle3":
+        found.absent["llama.cpp with a head"] = _no_head(head, "eagle3")
+    else:
+        out = exported(head, "gguf", folder / "llama-head", shared["target"], shared["revision"], chain)
+        heads = gguf_heads(Path(out) / MODEL_FILE, folder, files)
+    for kind, file in files.items():
+        settings = {"engine": "llama.cpp", "binary": args.llama_server, "gguf": str(file)}
+        name = f"llama.cpp-{kind}"
+        found.add(name, settings, equals=None)
+        for suffix, least in (("", 0.0), ("-sure", SURE)) if kind in heads else ():
+            drafting = {**settings, "draft": str(heads[kind]), "num_steps": args.chain, "least_probability": least}
+            found.add(f"{name}-eagle3{suffix}", drafting, shape=chain.as_text(), equals=None)
 
 
 def _add_eagle(

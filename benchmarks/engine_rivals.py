@@ -12,14 +12,22 @@ Nothing of ours is imported: each runs in the interpreter that has it.
                      realpath eagle/src > "$(echo eagle/lib/python3.*/site-packages)/eagle.pth"
 
 --llama-python   xllamacpp, llama.cpp's server as a wheel for AVX2; or llama-cpp-python, compiled for the machine
+--llama-server   llama.cpp's server, compiled for the machine: of the source of llama-cpp-python 0.3.36, or a newer one,
+                 `cmake -B build -DCMAKE_BUILD_TYPE=Release; cmake --build build --target llama-server`
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import socket
+import subprocess
+import time
 import types
+import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 
@@ -196,9 +204,7 @@ class LlamaCppServer:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
         params.cache_prompt, params.cache_ram_mib, params.ui = False, 0, False
         self._server = xllamacpp.Server(params)
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        model = self._ask("/v1/models", None)["data"][0]["meta"]
-        self.weight_bits = 8 * os.path.getsize(settings["gguf"]) / model["n_params"]
+        self._connect(self._server.listening_address, settings["gguf"])
         features = " ".join(part.split(" = ")[0].strip() for part in xllamacpp.get_system_info().split("|")[:-1])
         self.version = f"xllamacpp {xllamacpp.__version__} ({features})"
         self.settings = in_words(settings, f"weights of {os.path.basename(settings['gguf'])}", "as its wheel")
@@ -208,19 +214,78 @@ class LlamaCppServer:
         settings |= {"return_tokens": True, "cache_prompt": False}
         told = self._ask("/completion", {**settings, "prompt": prompts})
         told = told if isinstance(told, list) else [told]  # one prompt, one answer
-        return {"output_ids": [one["tokens"] for one in sorted(told, key=lambda one: one["index"])]}
+        return {"output_ids": [one["tokens"] for one in sorted(told, key=lambda one: one["index"])], **self._more(told)}
+
+    def _more(self, _told: list[dict[str, Any]]) -> dict[str, Any]:
+        return {}
+
+    def _connect(self, address: str, gguf: str) -> None:
+        self._address = address
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        model = self._ask("/v1/models", None)["data"][0]["meta"]
+        self.weight_bits = 8 * os.path.getsize(gguf) / model["n_params"]
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._server.listening_address + path, data, {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"})
         with self._open(request) as reply:
             return json.load(reply)
 
 
+class LlamaCppBinary(LlamaCppServer):
+    """llama.cpp's server in a process of its own, plain or with an EAGLE-3 head as a chain, both GGUF files."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        slots, threads = settings["max_running_requests"], str(settings["threads"])
+        words = [settings["binary"], "-m", settings["gguf"], "--port", str(port), "-t", threads, "-np", str(slots)]
+        words += ["-c", str(slots * settings["context_length"]), "--cache-ram", "0"]
+        self._drafts = settings["draft"] is not None
+        if self._drafts:
+            words += ["-md", settings["draft"], "--spec-type", "draft-eagle3"]
+            words += ["--spec-draft-n-max", str(settings["num_steps"])]
+            words += ["--spec-draft-p-min", str(settings["least_probability"])]
+        said = subprocess.run([settings["binary"], "--version"], capture_output=True, text=True, check=True)
+        self._process = subprocess.Popen(words)
+        atexit.register(self._process.terminate)
+        self._wait(port)
+        self._connect(f"http://127.0.0.1:{port}", settings["gguf"])
+        self.version = " ".join((said.stderr + said.stdout).splitlines()[0].split()[:2])
+        head = None
+        if self._drafts:
+            head = f"chain of {settings['num_steps']} by our head in {os.path.basename(settings['draft'])}"
+            head += f", drafts of p >= {settings['least_probability']}" if settings["least_probability"] else ""
+        weights = f"weights of {os.path.basename(settings['gguf'])}"
+        self.settings = in_words(settings, weights, head, "compiled for this CPU")
+
+    def _wait(self, port: int) -> None:
+        """Until the model is loaded. Raises RuntimeError when the server ends."""
+        while True:
+            try:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/health")
+                return
+            except (urllib.error.URLError, ConnectionError):  # not there yet, or 503 while it loads
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"llama-server ended with {self._process.returncode}") from None
+                time.sleep(0.1)
+
+    def _more(self, told: list[dict[str, Any]]) -> dict[str, Any]:
+        """Counts, and the memory of the server: the worker would tell its own."""
+        lines = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii").splitlines()
+        more = {"peak_memory_bytes": next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))}
+        if self._drafts:
+            accepted = sum(one["timings"]["draft_n_accepted"] for one in told)
+            # Prefill gives a token, and every step one more than it accepts.
+            more |= {"accepted": accepted, "verify_steps": sum(len(one["tokens"]) - 1 for one in told) - accepted}
+        return more
+
+
 def llama_cpp(settings: dict[str, Any]) -> LlamaCppServer | LlamaCppPython:
-    """By what is installed."""
+    """The server that is named, else by what is installed."""
+    if settings.get("binary"):
+        return LlamaCppBinary(settings)
     try:
         return LlamaCppServer(settings)
     except ModuleNotFoundError:

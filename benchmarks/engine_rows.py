@@ -22,7 +22,7 @@ DEFINITIONS = {
     "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",
     "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts, "
     f"null below {LEAST_GROUPS} groups",
-    "accept_length": "tokens committed per verify step, bonus included; vllm counts truncated steps too",
+    "accept_length": "tokens committed per verify step, bonus included; vllm and llama.cpp count truncated steps too",
     "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
     "engines that do not tell prefill apart",
     "decode_speedup_per_accept_length": "the share of what was accepted that became speed",

@@ -117,7 +117,8 @@ SECTIONS = (
         "engine-smollm2-135m-*.json",
         tables.engine,
         text="Each engine runs at the settings that its row names. Rivals run as their wheels come and were not tuned "
-        "further: llama.cpp is a build for AVX2, also on a CPU with AVX512, and does not draft; vLLM has its defaults, "
+        "further: `llama.cpp` is a build for AVX2, also on a CPU with AVX512, and does not draft; `llama.cpp-bf16` and "
+        "the like are built for the CPU, and with `-eagle3` draft a chain by our exported head. vLLM has its defaults, "
         "without its prefix cache. `hf-generate-int8` is Hugging Face's `generate` over int8 weights that this package "
         "quantised and multiplies by its own kernels. Prompts are answered one at a time unless the row names a larger "
         "batch. Ratios to `ours-plain` count all seconds; those to plain decoding with the same options count decoding "

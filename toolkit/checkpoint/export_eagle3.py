@@ -1,7 +1,7 @@
-"""EAGLE-3 heads for SGLang, vLLM, speculators and SafeAILab's own code.
+"""EAGLE-3 heads for SGLang, vLLM, speculators, SafeAILab's own code and llama.cpp.
 
-Read in SGLang 0.5.23, vLLM 0.32.0, speculators 0.9.0 and SafeAILab/EAGLE: a key that one of them would skip, or a
-parameter that it would leave unset, is refused here, since none of them says so.
+Read in SGLang 0.5.23, vLLM 0.32.0, speculators 0.9.0, SafeAILab/EAGLE and the llama.cpp of llama-cpp-python 0.3.36: a
+key that one of them would skip, or a parameter that it would leave unset, is refused here, since none of them says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.exported import NO_BIAS, NO_WINDOW, Builder, Exported, layer_keys, plain_rope
 from toolkit.checkpoint.files import PICKLE
+from toolkit.checkpoint.gguf_head import MODEL_FILE
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
 from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import Eagle3Config
@@ -41,7 +42,16 @@ REFUSED: dict[str, dict[str, str]] = {
         ("norm_before_residual", "qk_norm", "fc_bias", "attention_bias", "fc_norm", "norm_before_fc", "norm_output"),
         "SafeAILab's EAGLE-3 model does not support it and drops the tensors",
     ),
+    "gguf": {
+        "norm_output": "llama.cpp hands the state before the final norm to the next step",
+        "sliding_window": NO_WINDOW,
+        "num_hidden_layers": "llama.cpp's EAGLE-3 model has one layer",
+        "fc_norm": "llama.cpp has one norm before fc, over all auxiliary layers",
+    }
+    | dict.fromkeys(("qk_norm", "fc_bias", "attention_bias"), "llama.cpp's EAGLE-3 model has no such tensors"),
 }
+# Families of transformers whose hidden states llama.cpp can read. It stops where a graph has none.
+LLAMA_CPP_FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "gemma4", "minimax_m2")
 
 
 def _refuse_variants(config: Eagle3Config, to: str) -> None:
@@ -173,6 +183,32 @@ def _eagle3_for_eagle(draft: DraftCheckpoint, config: Eagle3Config, facts: Targe
     )
 
 
+def _eagle3_for_llama_cpp(draft: DraftCheckpoint, config: Eagle3Config, facts: TargetFacts, _tokens: int) -> Exported:
+    """The settings and tensors as vLLM has them; gguf_head.py writes them under llama.cpp's names."""
+    _refuse_variants(config, "gguf")
+    ids = config.aux_layer_ids
+    if len(ids) != 3 or ids[-1] >= facts.n_layers:
+        raise ExportError(f"aux_layer_ids {list(ids)}: llama.cpp reads three, each below {facts.n_layers}")
+    notes = []
+    if facts.model_type not in LLAMA_CPP_FAMILIES:
+        notes.append(
+            f"llama.cpp may hand out no hidden states of {facts.model_type} targets; then it stops at the load"
+        )
+    return Exported(
+        {
+            **layer_keys(config, dtype_of(draft.head.state_dict())),
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            AUX_KEY: list(ids),
+        },
+        _eagle3_tensors(draft),
+        config,
+        MODEL_FILE,
+        notes=notes,
+    )
+
+
 def _embedding_for_eagle(facts: TargetFacts) -> tuple[dict[str, torch.Tensor], list[str]]:
     """SafeAILab's model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
     if is_sharded(facts):
@@ -186,4 +222,5 @@ BUILDERS: dict[str, Builder] = {
     "vllm": _eagle3_for_engines("vllm"),
     "speculators": _eagle3_for_speculators,
     "eagle": _eagle3_for_eagle,
+    "gguf": _eagle3_for_llama_cpp,
 }

@@ -16,12 +16,14 @@ from toolkit.checkpoint.export_checks import PLACEHOLDER, checked, local_paths, 
 from toolkit.checkpoint.exported import Exported
 from toolkit.checkpoint.files import PICKLE, read_checkpoint
 from toolkit.checkpoint.formats import exported
+from toolkit.checkpoint.gguf_head import MODEL_FILE, write_gguf
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
 from toolkit.checkpoint.open_head import import_head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
+from toolkit.targets.gguf_vocabulary import vocabulary_of
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import atomic_write, save_tensors, write_json
@@ -64,7 +66,7 @@ def export_head(
             result = exported(draft, to, facts, shape.chain)
             notes = result.notes + map_notes + [one.line for one in draft.resolutions if one.warning]
             result.config = without_paths(result.config, hidden)
-            _write(result, temporary)
+            _write(result, temporary, facts)
             back = import_head(read_checkpoint(temporary), facts=facts)
             wanted, added = result.config_of_head, result.added
         _check_same(draft, back, wanted, {**draft.head.state_dict(), **added})
@@ -95,7 +97,10 @@ def _without_map(draft: DraftCheckpoint, to: str, directory: Path, out: str) -> 
     return replace(draft, token_map=TokenMap.identity(kept.vocab_size)), [note]
 
 
-def _write(result: Exported, directory: Path) -> None:
+def _write(result: Exported, directory: Path, facts: TargetFacts) -> None:
+    if result.weights == MODEL_FILE:
+        write_gguf(directory / MODEL_FILE, result.config, result.tensors, vocabulary_of(facts))
+        return
     if result.weights == PICKLE:
         with atomic_write(directory / PICKLE) as temporary:
             torch.save({name: value.detach().cpu().contiguous() for name, value in result.tensors.items()}, temporary)

@@ -1,6 +1,7 @@
 """The files of a checkpoint, found by path or hub id. Nothing in them is executed.
 
-Weights may be safetensors (one file, or shards with an index) or a pickle, which is read with weights_only=True.
+Weights may be safetensors (one file, or shards with an index) or a pickle, which is read with weights_only=True. A
+GGUF file is a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.gguf_head import gguf_file, is_gguf_head, read_gguf
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
@@ -33,7 +35,7 @@ WANTED = ["*.json", "*.safetensors", "*.bin", "*.md"]
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """config.json and all tensors of a directory. `weights`: the names of the files they came from."""
+    """Settings and all tensors of a directory. `weights`: the names of the files they came from."""
 
     directory: Path
     config: dict[str, Any]
@@ -42,12 +44,12 @@ class CheckpointFiles:
 
 
 def locate(name: str | Path) -> Path:
-    """The directory of a checkpoint: a path, or a hub id with an optional revision (org/name@revision).
+    """The directory or GGUF file of a checkpoint: a path, or a hub id with an optional revision (org/name@revision).
 
     A hub id is fetched once into huggingface_hub's cache; HF_HUB_OFFLINE=1 keeps to that. Raises `DraftDirError`.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     hub = _hub_id(name)
     if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
@@ -99,6 +101,9 @@ def target_named(name: str) -> HubId | None:
     Raises `DraftDirError` when it is neither here nor on the hub.
     """
     path = Path(name).expanduser()
+    file = gguf_file(path)
+    if file is not None and file.is_file() and is_gguf_head(file):
+        return None
     if name == DEMO_NAME or path.suffix == ".gguf":
         return HubId(name, None)
     if path.is_dir():
@@ -135,10 +140,15 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(directory: Path) -> CheckpointFiles:
-    """Config and every tensor. Raises `DraftDirError`, or `WeightsError` when weights are absent or damaged."""
-    config = read_config(directory)
+    """Config and every tensor of a directory or GGUF file. Raises `DraftDirError`, or `WeightsError` when weights are
+    absent or damaged."""
+    file = gguf_file(directory)
+    if file is not None:
+        config, tensors = read_gguf(file)
+        check_types(config, file)
+        return CheckpointFiles(file.parent, config, tensors, (file.name,))
+    config, tensors = read_config(directory), {}
     check_types(config, directory)
-    tensors: dict[str, torch.Tensor] = {}
     names = weight_files(directory)
     for name in names:
         part = load_tensors(directory / name) if name.endswith(".safetensors") else load_pickle(directory / name)

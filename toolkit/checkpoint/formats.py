@@ -43,14 +43,17 @@ class Formats:
 FORMATS = {
     "eagle3": Formats(import_eagle3, EAGLE3),
     "eagle2": Formats(
-        import_eagle2, EAGLE2, "speculators 0.9 reads EAGLE-3 and later; --to vllm, sglang and eagle are possible"
+        import_eagle2,
+        EAGLE2,
+        "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
     ),
     "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }
 
 
 def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: int) -> Exported:
-    """`draft` for `to`: sglang, vllm, speculators or eagle. draft_tokens: a chain's length, where the format holds one.
+    """`draft` for `to`: sglang, vllm, speculators, eagle or gguf. draft_tokens: a chain's length, where the format
+    holds one.
 
     Raises `ExportError` for a head that would not be the same there.
     """

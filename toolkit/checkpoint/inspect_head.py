@@ -68,7 +68,8 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
     files = read_checkpoint(directory)
     found = recognise(files.config, files.tensors)
     report = Report(f"{directory}: {found.head} draft head, in the form of {found.writer}")
-    report.rows = [("format", found.format), ("files", ", ".join(("config.json", *files.weights)))]
+    settings = () if files.weights[0].endswith(".gguf") else ("config.json",)
+    report.rows = [("format", found.format), ("files", ", ".join((*settings, *files.weights)))]
     facts = facts_for(files, target)
     try:
         draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)

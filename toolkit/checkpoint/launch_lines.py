@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any, NamedTuple
 
+from toolkit.checkpoint.gguf_head import MODEL_FILE
 from toolkit.heads.head_config import EngineNames
 from toolkit.heads.registry import head_class
 from toolkit.targets.facts import TargetFacts
@@ -35,6 +36,10 @@ def launch_line(to: str, kind: str, facts: TargetFacts, directory: str, shape: S
         words = ["vllm", "serve", facts.source, *revision, "--speculative-config", json.dumps(settings)]
     elif to == "speculators":
         words = ["vllm", "serve", directory]
+    elif to == "gguf":
+        target = facts.name if facts.name.endswith(".gguf") else "TARGET.gguf"
+        words = ["llama-server", "-m", target, "-md", f"{directory}/{MODEL_FILE}", "--spec-type", "draft-eagle3"]
+        words += ["--spec-draft-n-max", str(shape.chain)]
     elif to == "toolkit":
         words = ["toolkit", "serve", "--draft", directory]
     else:

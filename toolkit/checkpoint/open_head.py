@@ -1,4 +1,4 @@
-"""A draft head from anywhere: our own draft directory, another project's, or a hub id."""
+"""A draft head from anywhere: our own draft directory, another project's, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, locate, read_checkpoint, read_config
 from toolkit.checkpoint.formats import FORMATS
+from toolkit.checkpoint.gguf_head import gguf_file
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
 from toolkit.errors import TargetError
@@ -35,14 +36,14 @@ def open_head(
     revision: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> DraftCheckpoint:
-    """A head by directory or hub id, recognised by its contents, on the CPU in its stored dtype.
+    """A head by directory, GGUF file or hub id, recognised by its contents, on the CPU in its stored dtype.
 
     target, revision: the target it will serve; of a foreign checkpoint that does not state its auxiliary layers the
     target's depth decides them. overrides: what the user says against the rules. How a foreign checkpoint was read is
     logged, and kept in `resolutions`. Raises `DraftDirError`, `WeightsError`, `TokenMapError`, `TargetError`.
     """
     directory = locate(name)
-    if "toolkit" in read_config(directory):
+    if gguf_file(directory) is None and "toolkit" in read_config(directory):
         if overrides:
             raise DraftDirError(
                 f"--set {next(iter(overrides))}: {name} is our own draft directory, which states it all"
@@ -50,7 +51,7 @@ def open_head(
         return load_draft(directory)
     files = read_checkpoint(directory)
     draft = import_head(files, facts=facts_for(files, target, revision), overrides=overrides)
-    if not Path(name).expanduser().is_dir():
+    if not Path(name).expanduser().exists():
         # Of a hub's files the cache keeps each commit in a folder of its name.
         draft.meta["source"] = {"name": str(name).partition("@")[0], "revision": directory.name}
     log_resolutions(draft.resolutions)

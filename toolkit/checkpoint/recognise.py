@@ -77,6 +77,8 @@ def _eagle3_writer(config: dict[str, Any], names: set[str]) -> str:
     """For display; no rule depends on it."""
     eagle_config = config.get("eagle_config") or {}
     architecture = (config.get("architectures") or [""])[0]
+    if architecture == "eagle3":
+        return "llama.cpp"
     if "use_last_layernorm" in eagle_config or "use_mtp_layernorm" in eagle_config:
         return "NVIDIA ModelOpt"
     if architecture == "LlamaForCausalLM":

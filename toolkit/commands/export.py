@@ -12,18 +12,20 @@ from toolkit.checkpoint.push_head import check_push, push_head
 from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 
-HELP = "convert a draft head to the format of SGLang, vLLM, speculators or EAGLE, and print the launch line"
-FORMATS = ("sglang", "vllm", "speculators", "eagle", "native", "toolkit")
+HELP = "convert a draft head to the format of SGLang, vLLM, speculators, EAGLE or llama.cpp, and print the launch line"
+FORMATS = ("sglang", "vllm", "speculators", "eagle", "gguf", "native", "toolkit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft", required=True, metavar="DIR", help="the draft head: a directory or a hub id")
+    parser.add_argument(
+        "--draft", required=True, metavar="DIR", help="the draft head: a directory, a .gguf file or a hub id"
+    )
     parser.add_argument(
         "--to",
         required=True,
         choices=FORMATS,
-        help="engine to convert for; native: an mtp head becomes the MTP module in a copy of its target; toolkit: our "
-        "draft directory",
+        help="engine to convert for; gguf: llama.cpp; native: an mtp head becomes the MTP module in a copy of its "
+        "target; toolkit: our draft directory",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder for the export")
     parser.add_argument(

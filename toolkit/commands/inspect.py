@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a draft head's directory or hub id (org/name@revision), ours or another project's; a target's name; or "
-        "the file of a token map",
+        help="a draft head's directory, .gguf file or hub id (org/name@revision), ours or another project's; a "
+        "target's name; or the file of a token map",
     )
     parser.add_argument(
         "--target", metavar="MODEL", help="the target a head or a map is checked against (org/name@revision)"

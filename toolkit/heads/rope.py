@@ -13,7 +13,10 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rope:
-    """cos/sin tables, computed in fp32. Not a module: a cast of the head to bf16 must not round the frequencies."""
+    """cos/sin tables, computed in fp32. Not a module: a cast of the head to bf16 must not round the frequencies.
+
+    inv_freq: [head_dim / 2], after scaling. scaling: the factor of cos and sin.
+    """
 
     def __init__(self, rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> None:
         rope_type = rope_parameters.get("rope_type", "default")
@@ -30,8 +33,8 @@ class Rope:
         )
         with torch.device("cpu"):  # a head on the meta device has frequencies too
             source = LlamaRotaryEmbedding(config)
-        self._inv_freq = source.inv_freq.float()
-        self._scaling = float(source.attention_scaling)
+        self.inv_freq = source.inv_freq.float()
+        self.scaling = float(source.attention_scaling)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         # A CUDA graph reads the table of its capture by address, so old tables are kept. Sizes double, so all old
         # tables together are smaller than the newest.
@@ -47,13 +50,13 @@ class Rope:
         key = (like.device, like.dtype)
         if key not in self._tables or self._tables[key][0].shape[0] < reach:
             size = max(512, 1 << (reach - 1).bit_length())
-            angles = torch.outer(torch.arange(size, dtype=torch.float32), self._inv_freq.to("cpu"))
+            angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq.to("cpu"))
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
             if key in self._tables:
                 self._outgrown.append(self._tables[key])
             self._tables[key] = (
-                (angles.cos() * self._scaling).to(*key),
-                (angles.sin() * self._scaling).to(*key),
+                (angles.cos() * self.scaling).to(*key),
+                (angles.sin() * self.scaling).to(*key),
             )
         return self._tables[key]
 

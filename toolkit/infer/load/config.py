@@ -40,10 +40,10 @@ class EngineConfig:
     )
     draft: str | Path | None = option(
         None,
-        "draft directory (runs/NAME/ckpt), or another project's EAGLE head: a directory or a hub id (org/name, "
-        "org/name@revision). One that names its target needs no `target`. ngram needs no head: it drafts what followed "
-        "the same words earlier in the request. native is the MTP module in the target's own checkpoint (give `target` "
-        "for both). none decodes plainly (default: native if the target has such a module, else none)",
+        "draft directory (runs/NAME/ckpt), or another project's EAGLE head: a directory, a .gguf file or a hub id "
+        "(org/name, org/name@revision). One that names its target needs no `target`. ngram needs no head: it drafts "
+        "what followed the same words earlier in the request. native is the MTP module in the target's own checkpoint "
+        "(give `target` for both). none decodes plainly (default: native if the target has such a module, else none)",
         metavar="DIR",
     )
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
