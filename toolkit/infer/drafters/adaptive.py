@@ -34,6 +34,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from torch import get_num_threads
+
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
@@ -87,6 +89,7 @@ class AdaptiveShape:
         self.probe_due = False
         self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), most.num_steps)
         self._costs = StepCosts()
+        self._threads = get_num_threads()
         self._best: Arm = None
         self._chosen: Arm = None
         self._rounds = self._plain_rounds = 0
@@ -108,6 +111,9 @@ class AdaptiveShape:
         """Returns the largest shape to draft for these rows in the next round; None: draft nothing."""
         self._rounds += 1
         self._trial_pace = None
+        if self._threads != get_num_threads():
+            self._threads, self._plain_rounds = get_num_threads(), 0
+            self._costs.forget_plain()
         arm = None
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
