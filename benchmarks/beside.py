@@ -148,7 +148,7 @@ def main() -> int:
     choices = ("plain", "head", "rollouts", "training")
     parser.add_argument("--work", nargs="+", choices=choices, default=choices)
     parser.add_argument("--beside", nargs="+", choices=tuple(BESIDE), default=tuple(BESIDE))
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--repeats", type=int, default=2, help="turns a row")
     parser.add_argument("--batch", type=int, default=32, help="rows of rollouts")
     parser.add_argument("--out", type=Path)

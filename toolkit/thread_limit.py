@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,22 +30,29 @@ LEAST_FREE_S, MOST_FREE_S, STEADY_S = 1.0, 32.0, 60.0
 IGNORED_CPUS = 0.25
 
 
-def seconds_of_others() -> float | None:
-    """Return the seconds so far that other processes have run on the CPUs that this process may use.
+class Others(NamedTuple):
+    """Seconds so far that other processes have run on the CPUs that this process may use. equals: those of them that
+    are not below it in priority (nice); the scheduler gives the rest little of a CPU that this process uses."""
 
-    None: the system does not say.
-    """
+    all: float
+    equals: float
+
+
+def seconds_of_others() -> Others | None:
+    """Return what /proc/stat says; None if the system has none."""
     try:
         allowed = os.sched_getaffinity(0)
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     except (AttributeError, OSError):
         return None
-    ticks = 0
+    ticks = niced = 0
     for name, *counts in (line.split() for line in lines if line.startswith("cpu")):
         if name != "cpu" and int(name[3:]) in allowed:
             user, nice, system, _idle, _iowait, *interrupts = map(int, counts[:7])
-            ticks += user + nice + system + sum(interrupts)
-    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+            ticks, niced = ticks + user + nice + system + sum(interrupts), niced + nice
+    others = ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+    below = 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced / os.sysconf("SC_CLK_TCK")
+    return Others(others, others - below)
 
 
 class ThreadLimit:
@@ -56,53 +64,59 @@ class ThreadLimit:
     def __init__(
         self,
         cpus: int | None = None,
-        others: Callable[[], float | None] = seconds_of_others,
+        others: Callable[[], Others | None] = seconds_of_others,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cpus = cpus or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])
         self._others, self._clock = others, clock
-        self._looked_at, self._used = clock(), others()
+        self._window: tuple[float, Others | None] = (float("-inf"), None)  # when it began, and the seconds until then
+        self._left_at = float("-inf")
         self._limit: int | None = None  # None: all threads run
         self._crowded_s = self._free_s = 0.0
         self._free_needed_s, self._raised_at = LEAST_FREE_S, float("-inf")
 
-    def threads(self, most: int) -> int:
-        """Return the number of threads for the next round or step: `most`, or fewer."""
-        if most > 1 and self._clock() - self._looked_at >= WINDOW_S:
-            self._look(most)
-        return most if self._limit is None else min(most, self._limit)
-
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Context manager: torch runs `threads` threads in place of the caller's number."""
+        """Context manager: torch runs the caller's number of threads, or fewer."""
         most = torch.get_num_threads()
-        threads = self.threads(most)
-        if threads == most:
-            yield
-            return
-        torch.set_num_threads(threads)  # of this thread
+        threads = self._threads(most)
+        if threads < most:
+            torch.set_num_threads(threads)  # of this thread
         try:
             yield
         finally:
-            torch.set_num_threads(most)
+            if threads < most:
+                torch.set_num_threads(most)
+            self._left_at = self._clock()
 
-    def _look(self, most: int) -> None:
-        now, used = self._clock(), self._others()
-        if used is None or self._used is None:
+    def _threads(self, most: int) -> int:
+        now = self._clock()
+        idle = now - self._left_at > WINDOW_S
+        if most > 1 and (idle or now - self._window[0] >= WINDOW_S):
+            self._look(now, most, idle)
+        return most if self._limit is None else min(most, self._limit)
+
+    def _look(self, now: float, most: int, idle: bool) -> None:
+        (began, before), used = self._window, self._others()
+        self._window = (now, used)
+        if used is None or before is None:
             return
-        seconds, busy = now - self._looked_at, (used - self._used) / (now - self._looked_at)
-        self._looked_at, self._used = now, used
-        fits = most if busy < IGNORED_CPUS else max(1, min(most, int(self._cpus - busy + IGNORED_CPUS)))
-        threads = most if self._limit is None else min(most, self._limit)
-        self._crowded_s = self._crowded_s + seconds if fits < threads else 0.0
-        self._free_s = self._free_s + seconds if fits > threads else 0.0
+        seconds, threads = now - began, most if self._limit is None else min(most, self._limit)
+        # Processes of lower priority take little from all threads, and all of a CPU that is idle.
+        fits, could = (self._fitting((u - b) / seconds, most) for u, b in zip(used, before, strict=True))
+        self._crowded_s = self._crowded_s + seconds if fits < threads and not idle else 0.0
+        self._free_s = self._free_s + seconds if could > threads else 0.0
         if self._crowded_s >= CROWDED_S:
             bursts = now - self._raised_at < STEADY_S
             self._free_needed_s = min(2 * self._free_needed_s, MOST_FREE_S) if bursts else LEAST_FREE_S
             self._change(threads, fits, most, "other processes use this machine's CPUs")
         elif self._free_s >= self._free_needed_s:
             self._raised_at = now
-            self._change(threads, fits, most, "the CPUs are free again")
+            self._change(threads, could, most, "the CPUs are free again")
+
+    def _fitting(self, busy: float, most: int) -> int:
+        """Threads that run undisturbed while others keep so many CPUs busy."""
+        return most if busy < IGNORED_CPUS else max(1, min(most, int(self._cpus - busy + IGNORED_CPUS)))
 
     def _change(self, before: int, after: int, most: int, why: str) -> None:
         self._limit = None if after == most else after
