@@ -18,6 +18,7 @@ FLOORS = {
     "log": 0,
     "errors": 0,
     "threads": 0,
+    "thread_limit": 0,
     "memory": 0,
     "jsonl": 0,
     "chat_roles": 0,
@@ -60,6 +61,7 @@ SIDEWAYS = {
     ("recipe_fields", "head_kinds"),
     ("train_settings", "recipe_fields"),
     ("recipe", "log"),
+    ("thread_limit", "log"),
     ("train_settings", "recipe_yaml"),
     ("train_settings", "head_kinds"),
 }

@@ -136,6 +136,15 @@ SECTIONS = (
         command="python benchmarks/never_slower.py --draft runs/smollm2-135m/ckpt",
     ),
     Section(
+        "Beside other work",
+        "What is left of decoding, rollouts and training while other processes use the CPUs?",
+        "threads-beside-*.json",
+        tables.threads,
+        text="Tokens per second, of training steps. *all threads*: as many as cores, whatever else runs. *limited*: as "
+        "the program runs, with fewer threads while others use the CPUs. *rollouts*: a batch of plain decoding.",
+        command="python benchmarks/beside.py",
+    ),
+    Section(
         "Forecast and engine",
         "Does the accept_length that training forecasts agree with the engine's?",
         "training-forecast-*.json",

@@ -99,6 +99,18 @@ def never_slower(record: Record) -> str:
     )
 
 
+def threads(record: Record) -> str:
+    """Tokens or steps per second by what runs beside them: all threads, one, and as many as the limit allows."""
+    header = ("work", "busy processes beside it", "all threads", "one thread", "limited", "limited over one")
+    found = {(row["work"], row["beside"], row["threads"]): row["per_s"] for row in record["rows"]}
+    places = dict.fromkeys((row["work"], row["beside"]) for row in record["rows"])
+    lines = []
+    for place in places:
+        every, one, limited = (found[*place, mode] for mode in ("all", "one", "limited"))
+        lines.append((*place, *(decimal(value, 1) for value in (every, one, limited)), f"{limited / one:.2f}x"))
+    return table(header, lines)
+
+
 def forecast(record: Record) -> str:
     """Forecasts of a chain beside the engine's value, by step of the training."""
     header = ("step", "draft", "the engine's accept_length", "verify steps", "forecast, same answers", "all held-out")

@@ -17,6 +17,7 @@ from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
 from toolkit.recipe import Recipe, training_settings
 from toolkit.targets.features import check_packing
+from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator, training_device, training_precision
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
@@ -105,6 +106,7 @@ class Trainer:
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
         self.clock = StepClock(self.target.device)
+        self._limited = thread_limit(self.target.device, self.accelerator.num_processes)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings
@@ -189,11 +191,11 @@ class Trainer:
     def _train(self, position: Position, bar: Progress | None) -> Position:
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
-            fresh_due = due(position.step, self.settings.on_policy.every)
-            if fresh_due and position.step != position.rollouts_of_step:
+            if position.step != position.rollouts_of_step and due(position.step, self.settings.on_policy.every):
                 position = self._switch_to_fresh(position)
                 batches = self._batches(position)
-            position = self._advance(position, *next(batches), bar)
+            with self._limited():
+                position = self._advance(position, *next(batches), bar)
         return position
 
     def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
@@ -234,11 +236,9 @@ class Trainer:
             bar.update(
                 1, f"first draft: loss {row['loss_by_step'][0]:.2f}, accuracy {row['accuracy_by_step'][0]:.2f}{best}"
             )
-        last = done == self.steps
-        forecast = last or due(done, self.settings.evaluation.eval_every)
-        real = self.settings.evaluation.real_every is not None and (
-            last or due(done, self.settings.evaluation.real_every)
-        )
+        last, settings = done == self.steps, self.settings.evaluation
+        forecast = last or due(done, settings.eval_every)
+        real = settings.real_every is not None and (last or due(done, settings.real_every))
         stored = last or due(done, self.settings.save_every)
         if forecast or real or stored:
             check_weights(self.accelerator, self.model, done, self.directory)

@@ -5,7 +5,8 @@ Shapes: L ids of a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreEr
 from toolkit.log import Progress, get_logger
 from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.target import Target
+from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train.features import StoredFeatures
@@ -69,7 +71,8 @@ def offline_features(
         check_stored_features(store, target, known[len(known) // 2])
     accelerator.wait_for_everyone()  # no process writes before all have checked the free space
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
-    write_features(store, target, shares[accelerator.process_index])
+    limited = thread_limit(target.device, accelerator.num_processes)
+    write_features(store, target, shares[accelerator.process_index], limited)
     _keep_in_step(target, [sum(1 for _ in forwards(share)) for share in shares], accelerator.process_index)
     accelerator.wait_for_everyone()
     store.refresh()
@@ -96,9 +99,11 @@ def texts_of(data: Data) -> list[list[int]]:
     return sorted(texts.values(), key=lambda text: (len(text), text))
 
 
-def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int]]) -> None:
-    """Store the features of `texts`, which are sorted by length. Raises `FeatureStoreError` when the disk is full; the
-    next call continues after the last complete shard."""
+def write_features(
+    store: FeatureStore, target: Target, texts: Sequence[list[int]], limited: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Store the features of `texts`, which are sorted by length. limited: of `thread_limit`. Raises `FeatureStoreError`
+    when the disk is full; the next call continues after the last complete shard."""
     if not texts:
         return
     capture = AuxCapture(target, store.spec.layer_ids)
@@ -106,9 +111,10 @@ def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int
     try:
         with FeatureWriter(store) as writer:
             for group in forwards(texts):
-                for text, features in zip(group, features_of(target, capture, group), strict=True):
-                    writer.add(text, features)
-                    bar.update(len(text))
+                with limited():
+                    for text, features in zip(group, features_of(target, capture, group), strict=True):
+                        writer.add(text, features)
+                        bar.update(len(text))
     finally:
         capture.remove()
         bar.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from toolkit.infer.drafters import adaptive
 from toolkit.infer.drafters.adaptive import PROBE_GAP, AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.request.draft_tree import DraftShape
@@ -288,3 +289,18 @@ def test_shapes_to_choose_from(most):
     assert shapes[0] == limit and DraftShape.chain(1) in shapes
     assert all(shape.fits_in(limit) for shape in shapes)
     assert len(set(shapes)) == len(shapes) <= 12
+
+
+def test_another_number_of_threads_neither_ends_nor_delays_drafting(monkeypatch):
+    """Beside the plain rounds of before, each draft would look slow with fewer threads: all rounds take longer."""
+    world, threads = World(0.7), [2]
+    monkeypatch.setattr(adaptive, "get_num_threads", lambda: threads[0])
+    chooser = AdaptiveShape(TREE)
+    drafted = world.play(chooser, 200)
+    assert drafted[None] < 60
+    world.costs = lambda arm, batch: tuple(1.7 * part for part in usual_costs(arm, batch))  # type: ignore[assignment]
+    threads[0] = 1
+    slower = world.play(chooser, 60)
+    assert slower[None] < 8
+    world.costs, threads[0] = usual_costs, 2
+    assert world.play(chooser, 60)[None] < 8

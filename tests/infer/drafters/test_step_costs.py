@@ -112,3 +112,14 @@ def test_plain_rounds_of_long_ago_say_nothing_of_a_draft():
     for _ in range(WINDOW):
         costs.add(1, None, 0.0, 20.0)
     assert costs.seconds(1, CHAIN_2) == 30.0
+
+
+def test_plain_rounds_measured_again_rescale_all_arms():
+    """With half of the threads all rounds take longer. The times of before say how much a draft adds to a plain one."""
+    costs = StepCosts()
+    costs.add(1, CHAIN_4, 1.0, 12.0)  # before any plain round
+    costs.add(1, None, 0.0, 10.0)
+    costs.add(1, CHAIN_2, 1.0, 11.0)
+    costs.forget_plain()
+    costs.add(1, None, 0.0, 20.0)
+    assert costs.all(1, (None, CHAIN_2, CHAIN_4)) == {None: 20.0, CHAIN_2: 24.0, CHAIN_4: 26.0}

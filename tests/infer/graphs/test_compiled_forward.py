@@ -189,6 +189,19 @@ def test_eager_rounds_by_compiled_programs_write_the_same(traced_programs, own_t
     assert head is None or all("forward" not in vars(layer) for layer in head.modules())
 
 
+def test_the_programs_run_with_any_number_of_threads(traced_programs, own_target, small_draft):
+    """Beside a busy process a round has fewer threads. Dynamo's guard on their number would compile all again then."""
+    engine = Engine(own_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True)
+    made, threads = len(traced_programs), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        compiled = answers(engine)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(traced_programs) == made
+    assert compiled == answers(Engine(own_target, small_draft, DraftShape.parse("3,3,8")))
+
+
 @pytest.mark.compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_compiles_eager_rounds(own_target, small_draft):

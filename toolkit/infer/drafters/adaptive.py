@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import get_num_threads
+
 from toolkit.infer.drafters.lookup_choice import Lengths, LookupChoice
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
@@ -84,6 +86,7 @@ class AdaptiveShape:
         self._widths = sorted({1, *(one.top_k for one in self.shapes)})
         self.widest = self._widths[-1]
         self._costs = StepCosts()
+        self._threads = get_num_threads()
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
         self.forget_acceptance()
@@ -117,6 +120,9 @@ class AdaptiveShape:
         """
         self._rounds += 1
         self._trial_pace = None
+        if self._threads != get_num_threads():
+            self._threads, self._plain_rounds = get_num_threads(), 0
+            self._costs.forget_plain()
         arm: Shape = None
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)

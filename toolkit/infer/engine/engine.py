@@ -42,6 +42,7 @@ from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import NodeLogprobs
 from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
 from toolkit.targets.target import Target
+from toolkit.thread_limit import thread_limit
 
 __all__ = ["Engine", "PromptTooLongError"]
 
@@ -117,8 +118,7 @@ class Engine:
             self.drafter = with_choices(self.drafter, self.shape, lookup, adaptive=adaptive)
         sizes = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *sizes, reuse=memory.prefix_cache, states=self._states)
-        padding: Padding = "little" if target.device.type == "cpu" else "any"
-        padding = padding if self._states is None else "none"
+        padding: Padding = "none" if self._states is not None else "little" if target.device.type == "cpu" else "any"
         self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler, self._states)
         context = RoundContext(self._forward, self._cache, self._states, head, self.context_length, forced)
@@ -128,6 +128,7 @@ class Engine:
         self._launches = Launches(recorded, self.scheduler)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._arrivals = itertools.count()
+        self._limited = thread_limit(target.device)
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class Engine:
 
         With overlap a round returns its requests one step later (see overlap.py)."""
         use_device(self.target.device)
-        with self._around_step():
+        with self._limited(), self._around_step():
             touched = self._land()
             if not self._launches.in_flight:
                 touched += self._schedule()
@@ -316,5 +317,4 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity(self._launches.in_flight)
-        longest = max((request.length for request in self._running), default=0)
-        assert longest <= self.context_length, "a request outgrew the context"
+        assert all(one.length <= self.context_length for one in self._running), "a request outgrew the context"

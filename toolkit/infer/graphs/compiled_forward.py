@@ -14,7 +14,7 @@ warm-up runs before its capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,8 +99,10 @@ class CompiledForward:
     def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
         """dynamic None: only the sizes that `_run_body` marks are dynamic."""
         backend = self.settings.backend
-        options = self.settings.options if backend == "inductor" else None
-        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
+        options = dict(self.settings.options or {}) if backend == "inductor" else {}
+        if self._dynamic:
+            options["guard_filter_fn"] = any_global_state
+        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options or None)
 
     @torch.inference_mode()
     def compile_all(self, max_rows: int) -> None:
@@ -179,6 +181,15 @@ class CompiledForward:
         except torch._dynamo.exc.TorchDynamoException as error:  # from the model's code or from the compiler
             said = " ".join(str(error).split())[:200]
             raise CompileError(f"{name} cannot be compiled ({type(error).__name__}: {said})") from error
+
+
+def any_global_state(guards: Sequence[Any]) -> list[bool]:
+    """Which guards a program keeps: all but that on torch's global state, of which the number of threads is part.
+
+    With that guard, a round with fewer threads (thread_limit.py) would compile the programs again. The rest of the
+    state, such as the default dtype, is the same in all rounds.
+    """
+    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 _regions: set[type] = set()

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class RankEngine(Engine):
 
     def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
+        self._limited = nullcontext  # the ranks must compute the same bits
         if isinstance(self.drafter, AdaptiveDrafter):
             self.drafter.choose_by(lambda most: DriversShape(most, ranks))
 

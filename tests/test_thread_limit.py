@@ -1,0 +1,177 @@
+"""Fewer threads while other processes use the CPUs: the decision, by a scripted clock and scripted CPU times."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.thread_limit import MOST_FREE_S, Others, ThreadLimit, seconds_of_others, thread_limit
+
+
+class Machine:
+    """A machine whose other processes use as many CPUs as a test says; time passes in rounds and while it is idle."""
+
+    def __init__(self, cpus: int, most: int) -> None:
+        self.now = self.used = self.niced = 0.0
+        self.looks = 0
+        self.most = most
+        self.limit = ThreadLimit(cpus, self.others, lambda: self.now)
+
+    def others(self) -> Others:
+        self.looks += 1
+        return Others(self.used + self.niced, self.used)
+
+    def pass_time(self, seconds: float, busy: float, niced: float = 0.0) -> None:
+        self.now += seconds
+        self.used += seconds * busy
+        self.niced += seconds * niced
+
+    def run(
+        self, seconds: float, busy: float, *, niced: Callable[[int], float] = lambda _: 0.0, step: float = 0.02
+    ) -> int:
+        """Rounds of `step` seconds beside processes that use `busy` CPUs; returns the threads of the last round.
+
+        niced: CPUs that processes of lower priority use beside so many threads."""
+        threads, before = 0, torch.get_num_threads()
+        torch.set_num_threads(self.most)
+        try:
+            for _ in range(round(seconds / step)):
+                with self.limit.limited():
+                    threads = torch.get_num_threads()
+                    self.pass_time(step, busy, niced(threads))
+        finally:
+            torch.set_num_threads(before)
+        return threads
+
+
+def test_steps_down_beside_a_busy_process_and_back() -> None:
+    machine = Machine(cpus=2, most=2)
+    assert machine.run(10, busy=0.05) == 2
+    assert machine.run(1.5, busy=0.7) == 1
+    assert machine.run(60, busy=1.0) == 1, "another process still computes"
+    assert machine.run(2, busy=0.0) == 2
+
+
+def test_a_short_burst_changes_nothing() -> None:
+    machine = Machine(cpus=2, most=2)
+    for _ in range(20):
+        assert machine.run(0.25, busy=0.9) == 2
+        assert machine.run(0.5, busy=0.0) == 2
+
+
+def test_idle_cpus_are_taken_into_account() -> None:
+    """With threads for half of the CPUs (two a core), as many other processes need none of ours."""
+    machine = Machine(cpus=8, most=4)
+    assert machine.run(5, busy=4.0) == 4
+    assert machine.run(5, busy=6.0) == 2
+    assert machine.run(5, busy=9.0) == 1, "at least one thread"
+    assert machine.run(5, busy=6.0) == 2, "some threads return"
+
+
+def test_steps_of_many_seconds_count_whole() -> None:
+    machine = Machine(cpus=2, most=2)
+    assert machine.run(14, busy=0.8, step=7.0) == 1
+    assert machine.run(14, busy=0.0, step=7.0) == 2
+
+
+def test_bursts_let_it_wait_longer_each_time() -> None:
+    """Another process that computes for 2 s of every 4 would cause a change of threads, and a line, every second."""
+    machine, changes, before = Machine(cpus=2, most=2), 0, 2
+    for _ in range(100):
+        for busy in (0.9, 0.0):
+            threads = machine.run(2, busy)
+            changes, before = changes + (threads != before), threads
+    assert 2 <= changes < 20
+    assert machine.run(2 * MOST_FREE_S, busy=0.0) == 2
+
+
+def test_processes_of_lower_priority_do_not_keep_the_threads_away() -> None:
+    """They take little of a CPU that a thread uses, and all of an idle one."""
+    machine = Machine(cpus=2, most=2)
+    nice = lambda threads: 1.0 if threads == 1 else 0.03  # noqa: E731
+    assert machine.run(5, busy=0.0, niced=nice) == 2
+    machine.pass_time(60, busy=0.0, niced=1.0)
+    assert machine.run(5, busy=0.0, niced=nice) == 2, "they had the CPUs while nothing ran"
+    assert machine.run(5, busy=0.7, niced=nice) == 1
+    assert machine.run(5, busy=0.0, niced=nice) == 2
+
+
+def test_idle_time_counts_for_the_return_only() -> None:
+    """A busy process that ended before a request came does not slow it down; nor does one that ran before it."""
+    machine = Machine(cpus=2, most=2)
+    assert machine.run(5, busy=0.9) == 1
+    machine.pass_time(60, busy=0.01)
+    assert machine.run(0.02, busy=0.0) == 2
+    machine.pass_time(60, busy=1.0)
+    assert machine.run(0.02, busy=0.0) == 2
+
+
+def test_rounds_cost_no_look_each() -> None:
+    machine = Machine(cpus=2, most=2)
+    machine.run(10, busy=0.0, step=0.001)
+    assert machine.looks < 50
+
+
+def test_one_thread_stays_one_and_an_unknown_load_changes_nothing() -> None:
+    assert Machine(cpus=2, most=1).run(5, busy=1.0) == 1
+    machine = Machine(cpus=2, most=2)
+    machine.others = lambda: None  # type: ignore[method-assign,assignment]
+    machine.limit = ThreadLimit(2, machine.others, lambda: machine.now)
+    assert machine.run(5, busy=1.0) == 2
+
+
+def test_threads_are_limited_inside_only(caplog: pytest.LogCaptureFixture) -> None:
+    """What the caller computes outside of a round keeps its number of threads, and a number that it sets counts."""
+    before = torch.get_num_threads()
+    machine = Machine(cpus=2, most=2)
+    with caplog.at_level(logging.INFO, "toolkit.thread_limit"):
+        machine.run(2, busy=0.9)
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(KeyError), machine.limit.limited():
+            assert torch.get_num_threads() == 1
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 -> 1 threads: other processes use this machine's CPUs"
+    ]
+
+
+def test_only_a_single_process_on_a_cpu_is_limited() -> None:
+    """Several processes would compute with different numbers of threads, which round differently."""
+    assert thread_limit(torch.device("cuda")) is nullcontext is thread_limit(torch.device("cpu"), processes=2)
+    assert thread_limit(torch.device("cpu")) is not nullcontext
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the load is read from /proc/stat")
+def test_seconds_of_others_counts_other_processes_only() -> None:
+    """Checked as least and most over 0.6 s: other programs of the machine add to it."""
+
+    def passed(code: str) -> float:
+        before = seconds_of_others()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = seconds_of_others()
+        assert before is not None and after is not None
+        assert after.equals - before.equals <= after.all - before.all + 0.01
+        return after.all - before.all
+
+    assert passed("import time\nwhile time.process_time() < 0.6: pass") > 0.4
+    before, own = seconds_of_others(), time.process_time()
+    assert before is not None
+    started = time.perf_counter()
+    while time.process_time() - own < 0.6:
+        pass
+    elapsed, after = time.perf_counter() - started, seconds_of_others()
+    assert after is not None
+    assert after.all - before.all < elapsed * len(os.sched_getaffinity(0)) - 0.4, "our own 0.6 s are not in it"
