@@ -19,6 +19,7 @@ from toolkit.heads.draft_head import DraftHead, OutputMatrix
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.log import get_logger
 from toolkit.recipe_yaml import RecipeError
+from toolkit.targets.facts import TargetFacts
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train_settings import TrainSettings, changed
@@ -47,7 +48,7 @@ class InitHead:
         return replace(config, **own)
 
 
-def open_init(settings: TrainSettings, target: Target) -> InitHead:
+def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead:
     """The head of `train.init`. Raises `RecipeError` if it is not the head that the recipe asks for, `DraftDirError` if
     it does not fit the target (with the tensor), and the errors of `open_head`."""
     name = settings.init
@@ -58,7 +59,8 @@ def open_init(settings: TrainSettings, target: Target) -> InitHead:
             f"train.init = {name} is a head of kind {draft.kind}, but train.head.kind is {settings.head.kind}; set "
             f"train.head.kind={draft.kind}"
         )
-    check_draft_fits(draft, target)
+    if isinstance(target, Target):  # else its weights are not loaded here, and the training compares them
+        check_draft_fits(draft, target)
     with_head_settings(settings, draft.head.config)
     differs = rope_difference(draft.head.config, full_attention_rope(target.config))
     if differs:
@@ -66,8 +68,8 @@ def open_init(settings: TrainSettings, target: Target) -> InitHead:
     assert draft.path is not None, "it was read from files"
     # Of a hub's files the cache keeps each commit in a folder of its name.
     hub = not Path(name).expanduser().is_dir()
-    origin = (name.partition("@")[0], draft.path.name) if hub else (name, None)
-    return InitHead(*origin, weights_sha256(draft.path), draft)
+    revision = draft.path.name if hub else None
+    return InitHead(name.partition("@")[0] if hub else name, revision, weights_sha256(draft.path), draft)
 
 
 def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSettings:
