@@ -212,7 +212,7 @@ def composed(record: Record) -> str:
         if row["method"] != "plain"
     )
     ratios = (f"{task} {decimal(ratio)}" for task, ratio in record["never_slower"].items())
-    return f"{table(header, rows)}\n\nAdaptive, composed over the better of head and lookup: {', '.join(ratios)}."
+    return f"{table(header, rows)}\nAdaptive, composed over the better of head and lookup: {', '.join(ratios)}.\n"
 
 
 def brute_force(record: Record) -> str:
