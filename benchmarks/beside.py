@@ -42,7 +42,8 @@ DEFINITIONS = {
     "work": "decode: one request; rollouts: a full batch of plain decoding; training: the recipe's steps, with stored "
     "features and one unrolled step, from random weights",
     "beside": "busy processes (nice 0 unless named) while it ran",
-    "threads": "all: as many as cores; one; limited: all, and fewer while other processes use the CPUs",
+    "threads": "all: as many as cores; one; limited: all, and fewer while other processes use the CPUs, the time until "
+    "they are noticed included",
     "per_s": "tokens (training: steps) a second, prompts excluded; over all turns",
     "of_one": "per_s over that of one thread, same work and same processes beside it",
     "of_all": "per_s over that of all threads",
@@ -108,7 +109,7 @@ def running(commands: Sequence[Sequence[str]]) -> Iterator[None]:
 
 def measure(name: str, work: Work, args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     """A row for each number of threads and what runs beside it."""
-    work(nullcontext, 1.0)
+    work(nullcontext, 1.0)  # the first forwards of a process are slow
     for beside in args.beside:
         limits: dict[str, tuple[int, Limited]] = {
             "all": (threads, nullcontext), "one": (1, nullcontext), "limited": (threads, ThreadLimit().limited)
@@ -159,7 +160,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, work in works(args, Path(folder)):
             rows += measure(name, work, args, threads)
-    settings = {key: value if isinstance(value, int | float) else str(value) for key, value in vars(args).items()}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "out"
+    }
     command = ["python", *sys.argv]
     leave(make_record("threads", command, settings, rows, definitions=DEFINITIONS), "threads-beside", args.out)
     return 0

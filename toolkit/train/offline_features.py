@@ -6,7 +6,7 @@ Shapes: L ids of a text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,10 @@ def texts_of(data: Data) -> list[list[int]]:
 
 
 def write_features(
-    store: FeatureStore, target: Target, texts: Sequence[list[int]], limited: Callable[[], AbstractContextManager[None]]
+    store: FeatureStore,
+    target: Target,
+    texts: Sequence[list[int]],
+    limited: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Store the features of `texts`, which are sorted by length. limited: of `thread_limit`. Raises `FeatureStoreError`
     when the disk is full; the next call continues after the last complete shard."""
