@@ -109,5 +109,5 @@ def test_a_head_that_no_other_engine_serves(tiny_target, tmp_path):
     """Flags of an engine that refuses the head would be found out on a rented GPU."""
     draft = shared(tiny_target, Eagle2Config, Eagle2Head, tmp_path)
     check_servable("vllm", draft)
-    with pytest.raises(PlanError, match="holds a eagle2 head, which speculators cannot serve: speculators 0.9 reads"):
+    with pytest.raises(PlanError, match="a eagle2 head, which speculators cannot serve: speculators 0.9 and llama.cpp"):
         check_servable("speculators", draft)

@@ -58,7 +58,7 @@ def test_answers_are_exact(target, reference, oracle):
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
 def test_little_memory(target, reference, scattered):
     """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;
-    a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds the prefix of its own text again."""
+    a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds its prefix again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     for draft, lookup in ((build_head(target), None), (build_head(target), Lookup()), (NgramLookup(), None)):
