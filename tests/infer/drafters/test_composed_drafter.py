@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
+from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Lookup
-from toolkit.infer.drafters.composed_drafter import with_chains
-from toolkit.infer.drafters.lookup_choice import RETRY, LookupChoice
+from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, with_chains
+from toolkit.infer.drafters.lookup_choice import DEPTHS, RETRY, LookupChoice
 from toolkit.infer.drafters.lookup_corpus import LookupCorpus
 from toolkit.infer.drafters.step_costs import LookupArm, StepCosts
 from toolkit.infer.engine.engine import Engine
@@ -133,6 +136,27 @@ def test_a_batch_keeps_the_head_for_rows_without_a_match():
     lookup = [[1.0, 1.9, 2.7, 3.4, 4.0], [1.0], [1.0], [1.0, 1.2, 1.2, 1.2, 1.2]]
     depths, arm = LookupChoice().choose(lookup, chain, [2.0] * 4, costs, 1.0)
     assert arm.shape == chain and depths == [arm.depth, 0, 0, 0] and arm.depth >= 3
+
+
+def test_a_round_of_lookup_alone_is_not_timed_as_the_heads():
+    """All rows have a match: the head rests, and its times must not be taken from this round."""
+    chain = DraftShape.chain(4)
+    costs = measured(2, {None: (0.0, 1.0), chain: (0.0, 1.2), LookupArm(chain, 4): (0.0, 1.2)})
+    depths, arm = LookupChoice().choose([[1.0, 1.9, 2.7, 3.4, 4.0]] * 2, chain, [2.0] * 2, costs, 1.0)
+    assert arm == LookupArm(None, max(depths)) and min(depths) > 0
+
+
+def test_drafts_take_the_fast_attention():
+    """A draft of lookup and its root are few enough nodes for one native call."""
+    assert MOST_DEPTH + 1 <= FEW and max(DEPTHS) == MOST_DEPTH
+
+
+def test_texts_of_ended_requests_are_freed(small_target, small_draft):
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), lookup=Lookup(), max_running_requests=4)
+    engine.generate(REPEATED, SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.close()
+    gc.collect()
+    assert len(engine.drafter._texts) == 0
 
 
 def test_one_slow_round_does_not_end_lookup():

@@ -31,9 +31,7 @@ def test_the_automaton_finds_what_a_rescan_finds(symbols):
             token = chance.randrange(symbols)
             automaton.append(token)
             text.append(token)
-            found = list(automaton.matches())
-            assert (found[0] if found else None) == longest_repeat(text)
-            assert all(text[end - length : end] == text[-length:] and end < len(text) for length, end in found)
+            assert automaton.match() == longest_repeat(text)
 
 
 def test_the_corpus_finds_the_longest_end_of_a_text():
@@ -57,6 +55,26 @@ def test_the_corpus_finds_the_longest_end_of_a_text():
             continue
         assert match.tokens[match.place - match.length : match.place].tolist() == ending[-match.length :]
         assert int(match.tokens[match.place]) in after[match.length]
+
+
+def test_many_occurrences_vote():
+    """More than are counted: those that come first in the order of the following tokens do not decide alone."""
+    corpus = LookupCorpus([[7, 2]] * 70 + [[7, 9]] * 900 + [[7]] * 70)
+    match = corpus.find([7])
+    assert int(match.tokens[match.place]) == 9
+    assert LookupCorpus([[7]] * 70).find([7]) is None
+
+
+def test_the_end_of_a_text_is_enough():
+    """A cursor that starts with a long text matches as one that read it token by token."""
+    chance = random.Random(3)
+    corpus = LookupCorpus([[chance.randrange(3) for _ in range(400)]])
+    text = [chance.randrange(3) for _ in range(100)]
+    slow, fast = CorpusCursor(corpus), CorpusCursor(corpus)
+    for token in text:
+        slow.append(token)
+    fast.start(text)
+    assert fast.match.length == slow.match.length == CONTEXT or fast.match == slow.match
 
 
 def test_rates_follow_what_was_right_and_start_from_those_of_all_requests():

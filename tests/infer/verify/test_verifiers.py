@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.infer.drafters import composed_drafter
+from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.draft_sampling import DrawnTokens
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
@@ -223,13 +225,15 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
     return torch.einsum("a,ab,abc->bc", first, second, third)
 
 
+@pytest.mark.parametrize("lookup", [None, Lookup()], ids=["head", "head and lookup"])
 @pytest.mark.parametrize("verify", [*DRAWING, "auto"])
-def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verify):
+def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verify, lookup):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
 
-    Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier drafts. Under auto these
-    requests state no seed, and as many that do run beside them. Seeds are fixed, so the outcome is too; were they
-    fresh, chance alone would fail this once in 1e5 runs.
+    With lookup, rows whose drafts are drawn run beside rows whose drafts are looked up: those with a first token that
+    the prompt has, too. Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier
+    drafts. Under auto these requests state no seed, and as many that do run beside them. Seeds are fixed, so the outcome
+    is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
     runs, settings = 3000, {"temperature": 1.5, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
     seeds = iter(range(runs))
@@ -237,11 +241,14 @@ def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verif
     stated = [SamplingParams(**settings, seed=i) for i in range(runs)]
     free = SamplingParams(**settings)
     params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
-    probs = two_token_distribution(small_target, PROMPTS[0], SamplingParams(**settings)).flatten()
-    engine = Engine(small_target, small_draft, DraftShape.chain(2), max_running_requests=64, verify=verify)
+    prompt = PROMPTS[0] if lookup is None else [*range(1, 24, 2), *PROMPTS[0]]
+    probs = two_token_distribution(small_target, prompt, SamplingParams(**settings)).flatten()
+    monkeypatch.setattr(composed_drafter, "LEAST_LENGTH", 1.0)
+    options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
+    engine = Engine(small_target, small_draft, DraftShape.chain(2), **options)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
-    for request in engine.generate([PROMPTS[0]] * len(params), params):
+    for request in engine.generate([prompt] * len(params), params):
         if verify == "auto" and request.states_seed:
             continue
         counts[request.output_ids[1] * 24 + request.output_ids[2]] += 1

@@ -121,8 +121,8 @@ class AdaptiveShape:
         self._rounds += 1
         self._trial_pace = None
         if self._threads != get_num_threads():
-            self._threads, self._plain_rounds = get_num_threads(), 0
-            self._costs.forget_plain()
+            self._threads, self._plain_rounds, self._account = get_num_threads(), 0, None
+            self._costs.forget()
         arm: Shape = None
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)

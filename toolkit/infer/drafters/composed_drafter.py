@@ -7,8 +7,8 @@ lists, tables) gives lookup long drafts; elsewhere it has none and the head draf
     row 1    root ── e ── g                  the head's tree
                  └── f
 
-With a fixed shape a row drafts by lookup wherever its expected accept_length is above LEAST_LENGTH, a chain with as
-many nodes as the shape. Adaptive drafting chooses the depth, and whether the head runs (`lookup_choice.py`).
+A row has one of the two, not both in one tree. With a fixed shape it drafts by lookup wherever the expected
+accept_length of that is above LEAST_LENGTH, a chain with as many nodes as the shape. Adaptive drafting chooses the depth, and whether the head runs (`lookup_choice.py`).
 
 The verify rules stay exact: lookup's drafts depend on the committed tokens only, as the best tokens of a head do. Rows
 whose drafts were drawn from the head's distribution keep it; rows with lookup's drafts are verified by the target's
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
 from toolkit.infer.drafters.lookup_corpus import LookupCorpus
@@ -33,9 +35,10 @@ from toolkit.infer.drafters.suffix_lookup import MatchRates, SuffixLookup
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, chain_tree, without_padding
 from toolkit.infer.request.request import Request
 
-MOST_DEPTH = 16  # tokens of lookup's longest draft with adaptive drafting
+MOST_DEPTH = FEW - 1  # tokens of lookup's longest draft with adaptive drafting; more nodes take a slower attention
 LEAST_LENGTH = 1.4  # expected accept_length from which lookup drafts in place of the head, with a fixed shape
 
+NOTHING: tuple[list[int], list[float]] = ([], [1.0])  # lookup's draft where there is none, and its accept_length
 Drafts = list[list[int]]  # lookup's tokens by row; none: the head drafts there
 
 
@@ -51,7 +54,7 @@ class ComposedDrafter(WrappedDrafter):
         super().__init__(inner)
         self._depth, self._corpus = depth, corpus
         self._rates = [MatchRates(), MatchRates()]
-        self._rows: list[SuffixLookup] = []
+        self._texts: WeakKeyDictionary[Request, SuffixLookup] = WeakKeyDictionary()  # of the running requests
         self.shape = shape
 
     def set_shape(self, shape: DraftShape) -> None:
@@ -70,18 +73,6 @@ class ComposedDrafter(WrappedDrafter):
         # The head may not run for a while, and a step of lookup commits up to depth + 1 tokens.
         return self.inner.reach(shape, skips=True) + self.depth(shape) + 1
 
-    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        self.inner.admit(first_row, requests, tokens)
-        self._rows[first_row:] = [SuffixLookup(self._rates, self._corpus) for _ in requests]
-        if requests[0].unread <= tokens:  # the prompt's last chunk
-            for lookup, request in zip(self._rows[first_row:], requests, strict=True):
-                if request.speculative:
-                    lookup.read(request)
-
-    def move_row(self, destination: int, source: int) -> None:
-        self._rows[destination] = self._rows[source]
-        self.inner.move_row(destination, source)
-
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         found = self.lookups(requests)
         drafts = [tokens if lengths[-1] >= LEAST_LENGTH else [] for tokens, lengths in found]
@@ -89,13 +80,17 @@ class ComposedDrafter(WrappedDrafter):
 
     def lookups(self, requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
         """Returns lookup's draft for every row, and its expected accept_length by depth from 0."""
+        known, self._texts = self._texts, WeakKeyDictionary()
         found, depth = [], self.depth(self.shape)
-        for lookup, request in zip(self._rows[: len(requests)], requests, strict=True):
-            most = 0
-            if request.speculative:
-                lookup.read(request)
-                most = depth if request.shape is None else min(depth, request.shape.num_draft_tokens - 1)
-            found.append(lookup.draft(most))
+        for request in requests:
+            if not request.speculative:
+                found.append(NOTHING)
+                continue
+            lookup = self._texts[request] = known.get(request) or SuffixLookup(self._rates, self._corpus)
+            lookup.read(request)
+            found.append(
+                lookup.draft(depth if request.shape is None else min(depth, request.shape.num_draft_tokens - 1))
+            )
         return found
 
     def compose(self, requests: Sequence[Request], rows: RoundRows, drafts: Drafts, *, head: bool = True) -> DraftTree:
@@ -103,8 +98,8 @@ class ComposedDrafter(WrappedDrafter):
 
         head: False: rows without a draft of lookup get their root only. The head also rests if no row is left to it.
         """
-        rests = not head or all(draft or not one.speculative for draft, one in zip(drafts, requests, strict=True))
-        tree = (self.inner.skip if rests else self.inner.propose)(requests, rows)
+        head_skips = not head or all(draft or not one.speculative for draft, one in zip(drafts, requests, strict=True))
+        tree = (self.inner.skip if head_skips else self.inner.propose)(requests, rows)
         return with_chains(tree, rows.roots, drafts) if any(drafts) else tree
 
 
@@ -116,20 +111,21 @@ def with_chains(tree: DraftTree, roots: Tensor, drafts: Drafts) -> DraftTree:
     chained = torch.tensor([bool(draft) for draft in drafts], device=roots.device)
     more = nodes - tree.nodes
     # Padding nodes are not valid: children of the root, or the next ones of a chain.
-    own = (
+    head_rows = (
         pad(tree.tokens, (0, more)),
         chains.parents if tree.is_chain else pad(tree.parents, (0, more)),
         chains.depths if tree.is_chain else pad(tree.depths, (0, more), value=1),
         pad(tree.mask, (0, more, 0, more)),
         pad(tree.valid, (0, more)),
     )
-    theirs = (chains.tokens, chains.parents, chains.depths, chains.mask, chains.valid)
+    lookup_rows = (chains.tokens, chains.parents, chains.depths, chains.mask, chains.valid)
     tokens, parents, depths, mask, valid = (
-        torch.where(chained.view(-1, *[1] * (mine.dim() - 1)), other, mine)
-        for mine, other in zip(own, theirs, strict=True)
+        torch.where(chained.view(-1, *[1] * (of_head.dim() - 1)), of_lookup, of_head)
+        for of_head, of_lookup in zip(head_rows, lookup_rows, strict=True)
     )
+    deepest = max(tree.deepest, *map(len, drafts))
     return DraftTree(
-        tokens, parents, depths, without_padding(mask, valid), valid, max(tree.deepest, chains.deepest), tree.is_chain,
+        tokens, parents, depths, without_padding(mask, valid), valid, deepest, tree.is_chain,
         None if tree.proposal is None else _of_rows(tree.proposal, ~chained, more),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from toolkit.infer.drafters.step_costs import Arm, LookupArm, Shape, StepCosts
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+DEPTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 RETRY, RETRY_LENGTH = 128, 1.4  # rounds between retries of depth 1, and the expected accept_length that allows one
 
 
@@ -64,10 +64,14 @@ class LookupChoice:
             best = least
         self._last = self._rounds
         depth = rounds[best]
-        mine = [one[min(depth, len(one) - 1)] for one in lookup]
+        mine = _lengths(lookup, depth, None)
         theirs = head if best.shape else [1.0] * batch
         depths = [min(depth, len(one) - 1) if a > b else 0 for one, a, b in zip(lookup, mine, theirs, strict=True)]
-        return depths, best
+        if not any(depths):
+            return None
+        # Without a row for the head, the round is one of lookup alone: its time says nothing of the head.
+        left = best.shape is not None and any(b > 1 for own, b in zip(depths, theirs, strict=True) if own == 0)
+        return depths, LookupArm(best.shape if left else None, max(depths))
 
 
 def _lengths(lookup: Lengths, depth: int, head: Sequence[float] | None) -> list[float]:

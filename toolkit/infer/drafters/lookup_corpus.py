@@ -40,7 +40,10 @@ class LookupCorpus:
         return len(self.tokens)
 
     def find(self, ending: Sequence[int]) -> Match | None:
-        """Returns an occurrence of `ending`, at most CONTEXT tokens, before the token that follows it most often."""
+        """Returns an occurrence of `ending`, at most CONTEXT tokens, before the token that follows it most often.
+
+        Of more than MOST_PLACES occurrences some decide. None: nothing follows `ending` in the corpus.
+        """
         tokens, order, size = self.tokens, self._order, len(ending)
         wanted = list(ending)
 
@@ -51,11 +54,15 @@ class LookupCorpus:
         low = bisect_left(range(len(order)), wanted, key=string)
         if low == len(order) or string(low) != wanted:
             return None
-        high = bisect_right(range(len(order)), wanted, lo=low, hi=min(low + MOST_PLACES, len(order)), key=string)
-        places = order[low:high] + size
-        after = [int(tokens[place]) for place in places]  # a text ends with a separator, so a token follows
-        best, _ = Counter(after).most_common(1)[0]
-        return None if best == SEPARATOR else Match(size, tokens, int(places[after.index(best)]))
+        high = bisect_right(range(len(order)), wanted, lo=low, key=string)
+        # Evenly over the range: within it, places are sorted by the tokens that follow.
+        places = order[low : high : -(-(high - low) // MOST_PLACES)].astype(np.int64) + size
+        after = [int(tokens[place]) for place in places]  # a separator ends every text, so a token follows
+        votes = Counter(token for token in after if token != SEPARATOR)
+        if not votes:
+            return None
+        best, _ = votes.most_common(1)[0]
+        return Match(size, tokens, int(places[after.index(best)]))
 
 
 class CorpusCursor:
@@ -66,15 +73,19 @@ class CorpusCursor:
         self._ending: list[int] = []
         self.match: Match | None = None
 
+    def start(self, text: Sequence[int]) -> None:
+        """Begins with a text, in place of the one before."""
+        self._ending = list(text[-CONTEXT:])
+        self._search(len(self._ending))
+
     def append(self, token: int) -> None:
         """Adds a token to the text. The match grows by one token at most."""
-        grown = 1 if self.match is None else self.match.length + 1
         self._ending = [*self._ending, token][-CONTEXT:]
-        self.match = None
-        for size in range(min(grown, len(self._ending)), 0, -1):
-            self.match = self._corpus.find(self._ending[-size:])
-            if self.match is not None:
-                return
+        self._search(1 if self.match is None else self.match.length + 1)
+
+    def _search(self, longest: int) -> None:
+        sizes = range(min(longest, len(self._ending)), 0, -1)
+        self.match = next((found for size in sizes if (found := self._corpus.find(self._ending[-size:]))), None)
 
 
 def _sorted_places(tokens: IntArray) -> NDArray[np.int32]:
@@ -82,7 +93,7 @@ def _sorted_places(tokens: IntArray) -> NDArray[np.int32]:
     rank = tokens - tokens.min(initial=0)
     order = np.argsort(rank, kind="stable")
     size = 1
-    while size <= CONTEXT:
+    while size < CONTEXT:
         later = np.zeros_like(rank)
         later[:-size] = rank[size:] + 1  # 0 after the end
         keys = rank * (int(later.max(initial=0)) + 1) + later

@@ -9,8 +9,6 @@ whole text links to the state of its longest suffix that occurred before (Blumer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 MOST_LINKS = 32  # states whose latest place is updated per token: a text of one repeated token has a state per length
 
 
@@ -52,15 +50,13 @@ class SuffixAutomaton:
             following[state][token] = copy
             state = link[state]
 
-    def matches(self) -> Iterator[tuple[int, int]]:
-        """Yields (length, end) of suffixes of the text that occurred before: the longest first.
+    def match(self) -> tuple[int, int] | None:
+        """Returns (length, end) of the longest suffix of the text that occurred before; None if there is none.
 
         tokens[end - length : end] equals the end of the text; `end` is the latest such place, up to MOST_LINKS states.
         """
         state = self._link[self._last]
-        while state > 0:
-            yield self._length[state], self._end[state]
-            state = self._link[state]
+        return (self._length[state], self._end[state]) if state > 0 else None
 
     def _note_ends(self) -> None:
         """Notes the end of the text as the latest place of its suffixes; a match is read before this."""

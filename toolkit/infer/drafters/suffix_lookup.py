@@ -24,6 +24,7 @@ from toolkit.infer.request.request import Request
 LENGTHS = (1, 2, 3, 4, 6, 9, 16)  # the shortest match of each class
 FIRST_RATES = (0.2, 0.5, 0.6, 0.7, 0.75, 0.85, 0.95)  # by class, before any try: the demo target's on 104 prompts
 GUESS_WEIGHT, REQUEST_WEIGHT = 8.0, 8.0  # weight, in tries, of FIRST_RATES, and of the engine's rates in a request's
+MOST_READ = 32768  # tokens of a prompt that are searched: an automaton takes some 450 bytes a token
 MEMORY = 256  # number of tries in which an old try loses 63 % of its weight
 
 
@@ -49,46 +50,41 @@ class MatchRates:
         return [(weight * guess + hits) / (weight + tries) for guess, hits, tries in columns]
 
 
-class TextSource:
-    """The request's own text."""
-
-    def __init__(self) -> None:
-        self.text = SuffixAutomaton()
-
-    @property
-    def match(self) -> Match | None:
-        found = next(self.text.matches(), None)
-        return None if found is None else Match(found[0], self.text.tokens, found[1])
-
-    def append(self, token: int) -> None:
-        self.text.append(token)
-
-
 class SuffixLookup:
-    """The drafts of one request. Every token of the request is read once.
+    """The drafts of one request. Every token of the request is read once, but of a long prompt only the end.
 
-    engine: the rates of all requests, of the own text and of the corpus.
+    engine_rates: of all requests, in their own text and in the corpus.
     """
 
-    def __init__(self, engine: Sequence[MatchRates], corpus: LookupCorpus | None = None) -> None:
-        self._own = TextSource()
-        self._sources: list[TextSource | CorpusCursor] = [self._own]
-        if corpus is not None:
-            self._sources.append(CorpusCursor(corpus))
-        self._rates = [MatchRates(above) for above, _ in zip(engine, self._sources, strict=False)]
+    def __init__(self, engine_rates: Sequence[MatchRates], corpus: LookupCorpus | None = None) -> None:
+        self._text = SuffixAutomaton()
+        self._cursor = None if corpus is None else CorpusCursor(corpus)
+        self._rates = [MatchRates(above) for above in engine_rates]
+        self._read = 0  # tokens of the request
 
     def read(self, request: Request) -> None:
-        """Reads the request's new tokens. Those of its answer after the first one update the rates."""
-        known, prompt = len(self._own.text.tokens), len(request.prompt_ids)
-        new = (
-            request.output_ids[known - prompt :] if known >= prompt else request.prompt_ids[known:] + request.output_ids
-        )
-        for place, token in enumerate(new, start=known):
-            for source, rates in zip(self._sources, self._rates, strict=True):
-                match = source.match if place > prompt else None
+        """Reads the request's new tokens. Those that come after the first call update the rates."""
+        if self._read == 0:
+            known = [*request.prompt_ids, *request.output_ids]
+            for token in known[-MOST_READ:]:
+                self._text.append(token)
+            if self._cursor is not None:
+                self._cursor.start(known)
+            self._read = len(known)
+        for token in request.output_ids[self._read - len(request.prompt_ids) :]:
+            for match, rates in zip(self._matches(), self._rates, strict=False):
                 if match is not None:
                     rates.add(match.length, int(match.tokens[match.place]) == token)
-                source.append(token)
+            self._text.append(token)
+            if self._cursor is not None:
+                self._cursor.append(token)
+            self._read += 1
+
+    def _matches(self) -> list[Match | None]:
+        """Returns the match in the request's own text, then the one in the corpus."""
+        own = self._text.match()
+        found = None if own is None else Match(own[0], self._text.tokens, own[1])
+        return [found] if self._cursor is None else [found, self._cursor.match]
 
     def draft(self, depth: int) -> tuple[list[int], list[float]]:
         """Returns up to `depth` tokens and the expected accept_length of their first 0, 1, .. tokens.
@@ -97,10 +93,10 @@ class SuffixLookup:
         continues with its own tokens, so a loop is drafted to any length. A text of the corpus ends.
         """
         best: tuple[list[int], list[float]] = ([], [1.0])
-        for source, rates in zip(self._sources, self._rates, strict=True):
-            if (match := source.match) is None:
+        for match, rates in zip(self._matches(), self._rates, strict=False):
+            if match is None:
                 continue
-            tokens = _continued(match, depth, loops=source is self._own)
+            tokens = _continued(match, depth, loops=match.tokens is self._text.tokens)
             by_class = rates.rates()
             reached = accumulate((by_class[_class_of(match.length + one)] for one in range(len(tokens))), mul)
             lengths = list(accumulate(reached, initial=1.0))

@@ -121,7 +121,8 @@ def build_engine(
     if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
         asked = temperature(target) if callable(temperature) else temperature
         search = search_of(draft, config, target, asked)
-    if search is not None and adaptive and config.adaptive is None:
+    by_itself = config.adaptive is None and config.lookup is None and config.lookup_corpus is None
+    if search is not None and adaptive and by_itself:
         best = found_setting(search, config.max_running_requests)
         if best != ADAPTIVE:
             adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"

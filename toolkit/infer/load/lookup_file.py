@@ -33,10 +33,14 @@ def lookup_of(config: EngineConfig, target: Target, draft: Draft | None, *, adap
         raise ConfigError(
             f"`{name}` and `cuda_graph_max_bs` are both given; a graph drafts with the head alone: leave one out"
         )
+    if not isinstance(draft, DraftCheckpoint):
+        return None
     if config.lookup_corpus is None:
         return Lookup()
     texts = list(_texts(Path(config.lookup_corpus)))
     ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    if not any(ids):
+        raise ConfigError(f"`lookup_corpus` is {config.lookup_corpus}, which has no text of an answer; leave it out")
     corpus = LookupCorpus(one for one in ids if one)
     logger.info("lookup searches %d texts of %s, %d tokens", len(texts), config.lookup_corpus, len(corpus) - len(texts))
     return Lookup(corpus)
