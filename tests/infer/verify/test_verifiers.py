@@ -232,8 +232,8 @@ def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verif
 
     With lookup, rows whose drafts are drawn run beside rows whose drafts are looked up: those with a first token that
     the prompt has, too. Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier
-    drafts. Under auto these requests state no seed, and as many that do run beside them. Seeds are fixed, so the outcome
-    is too; were they fresh, chance alone would fail this once in 1e5 runs.
+    drafts. Under auto these requests state no seed, and as many that do run beside them. Seeds are fixed, so the
+    outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
     runs, settings = 3000, {"temperature": 1.5, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
     seeds = iter(range(runs))

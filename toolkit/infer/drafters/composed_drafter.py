@@ -8,7 +8,8 @@ lists, tables) gives lookup long drafts; elsewhere it has none and the head draf
                  └── f
 
 A row has one of the two, not both in one tree. With a fixed shape it drafts by lookup wherever the expected
-accept_length of that is above LEAST_LENGTH, a chain with as many nodes as the shape. Adaptive drafting chooses the depth, and whether the head runs (`lookup_choice.py`).
+accept_length of that is above LEAST_LENGTH, a chain with as many nodes as the shape. Adaptive drafting chooses the
+depth, and whether the head runs (`lookup_choice.py`).
 
 The verify rules stay exact: lookup's drafts depend on the committed tokens only, as the best tokens of a head do. Rows
 whose drafts were drawn from the head's distribution keep it; rows with lookup's drafts are verified by the target's
