@@ -22,6 +22,7 @@ LENGTH, SPEED, SPEEDUP = "accept_length\n[95 %]", "tokens/s", "speedup over\npla
 LEFT = ("accepted at\ndepth 1 2 .. (%)", SPEEDUP, "tokens equal")
 COLUMNS = (LENGTH, "steps\ndrafted", LEFT[0], SPEED, SPEEDUP, "tokens equal")
 NARROW = (LENGTH, SPEED, SPEEDUP)
+DEPTHS = 4  # depths of accept_rate in a table; the record has all
 NONE = "-"
 ENOUGH_STEPS = 30  # with fewer, a bootstrap interval is far too narrow, and may have no width at all
 BEST = " (best)"  # by speed; as text, since bold is lost without a terminal
@@ -128,7 +129,11 @@ def drafted_line(record: dict[str, Any]) -> str:
     if all(row.get("drafted_share") in (None, 1.0) for row in rows):
         return ""
     most = next((row for row in rows if row["shape"] == ADAPTIVE), None)
-    limit = "" if most is None else f" Adaptive drafting drafts at most a {fixed_name(most)}."
+    if most is None:
+        return "accept_length counts the steps that drafted; the others decoded plainly."
+    looked_up = most["method"] != "ngram" and record["settings"].get("lookup", False) is not False  # None: by default
+    beside = ", and lookup up to 15 tokens where the text repeats itself" if looked_up else ""
+    limit = f" Adaptive drafting drafts at most a {fixed_name(most)}{beside}."
     return f"accept_length counts the steps that drafted; the others decoded plainly.{limit}"
 
 
@@ -212,8 +217,9 @@ def count_of(number: int, thing: str) -> str:
 
 
 def rates_text(rates: Sequence[float | None]) -> str:
-    """Format rates by depth, in percent."""
-    return " ".join(NONE if rate is None else f"{100 * rate:.0f}" for rate in rates) or NONE
+    """Format rates by depth, in percent: those of the first DEPTHS depths, since lookup drafts long chains."""
+    texts = [NONE if rate is None else f"{100 * rate:.0f}" for rate in rates[:DEPTHS]]
+    return " ".join([*texts, *(["…"] if len(rates) > DEPTHS else [])]) or NONE
 
 
 def share_text(share: float | None) -> str:
