@@ -6,8 +6,10 @@ import gc
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,7 +234,23 @@ def test_a_busy_server_is_left_alone(start, target, requests, expected) -> None:
 def test_retry_after(value: str, least: float, most: float) -> None:
     """Both forms of HTTP."""
     reply: Any = SimpleNamespace(headers={"retry-after": value})
-    assert least <= (_retry_after(reply) or 0) <= most
+    assert least <= _retry_after(reply) <= most
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_a_server_that_is_busy_for_long_is_waited_for(start, target, requests, expected, monkeypatch, status) -> None:
+    """`Retry-After: 0` is no reason to ask without a rest, and a server that says that it is busy has not died."""
+    monkeypatch.setattr(server_pool, "LONGEST_WAIT_S", 0.008)
+    server, times, busy = start(), [], server_pool.MOST_FAILURES + 4
+
+    def fault(number: int) -> Reply | None:
+        times.append(time.monotonic())
+        return (status, {"Retry-After": "0"}, {}) if number < busy else None
+
+    server.fault = fault
+    assert [one.output_ids for one in answers(target(server), requests, 1)] == expected
+    rests = [after - before for before, after in pairwise(times[: busy + 1])]
+    assert all(rest >= min(0.001 * 2**count, 0.008) for count, rest in enumerate(rests)), rests
 
 
 def test_errors_that_pass(start, target, requests, expected, caplog) -> None:

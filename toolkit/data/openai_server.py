@@ -33,11 +33,11 @@ class ServerError(ValueError):
 
 
 class Unavailable(Exception):
-    """A request failed, and may succeed later. wait: seconds that the server asks for, if it does."""
+    """A request failed, and may succeed later. wait: seconds that the server asks for. busy: it says that it is busy."""
 
-    def __init__(self, message: str, wait: float | None = None) -> None:
+    def __init__(self, message: str, wait: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)
-        self.wait = wait
+        self.wait, self.busy = wait, busy
 
 
 class OpenAIServer:
@@ -135,8 +135,9 @@ class OpenAIServer:
             reply = await self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.RequestError as error:
             raise Unavailable(f"{type(error).__name__} {error}".strip()) from error
-        if reply.status_code in BUSY or reply.status_code >= 500:
-            raise Unavailable(f"status {reply.status_code}: {_short(reply.text)}", _retry_after(reply))
+        busy = reply.status_code in BUSY
+        if busy or reply.status_code >= 500:
+            raise Unavailable(f"status {reply.status_code}: {_short(reply.text)}", _retry_after(reply), busy=busy)
         if not reply.is_success:
             hint = "; set OPENAI_API_KEY to its key" if reply.status_code in (401, 403) else ""
             raise ServerError(f"{self.url}{path} refuses (status {reply.status_code}): {_short(reply.text)}{hint}")
@@ -146,8 +147,8 @@ class OpenAIServer:
             raise Unavailable(f"{path} answers no JSON: {_short(reply.text)}") from error
 
 
-def _retry_after(reply: httpx.Response) -> float | None:
-    """Seconds of the header Retry-After, which is a number or a date."""
+def _retry_after(reply: httpx.Response) -> float:
+    """Seconds of the header Retry-After, which is a number or a date; 0 without one."""
     text = reply.headers.get("retry-after", "")
     try:
         return max(0.0, float(text))
@@ -156,7 +157,7 @@ def _retry_after(reply: httpx.Response) -> float | None:
     try:
         return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):  # TypeError: a date without a zone
-        return None
+        return 0.0
 
 
 def _last_part(name: str) -> str:
