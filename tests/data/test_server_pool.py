@@ -203,23 +203,28 @@ def test_text_is_tokenised_where_no_ids_come(start, target, requests, expected, 
 
 
 def test_left_out_answers_are_counted(start, target, tokenizer, tmp_path: Path) -> None:
-    """In the statistics, and not asked for again."""
+    """In the statistics. They alone are asked for again, so that a server that returns token ids fills the gaps."""
     whole = len(tokenizer("Yes.", add_special_tokens=False)["input_ids"]) + 1
     server = start(lambda body: {"text": "Yes.", "finish_reason": "stop", "count": whole + sum(body["prompt"]) % 2})
     given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
 
-    def write() -> dict[str, Any]:
+    def write(server: FakeServer) -> dict[str, Any]:
         with ServerPool(target(server), 4) as pool:
             settings = RolloutSettings(max_tokens=20, held_out=0.1)
             out = tmp_path / "r.jsonl"
             return write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
 
-    stats = write()
-    assert 0 < stats["skipped"][NO_ROUND_TRIP] == COUNT - stats["rollouts"] < COUNT
+    stats = write(server)
+    left_out = {row["id"] for _, row in read_rows(tmp_path / "r_skipped.jsonl")}
+    assert 0 < stats["skipped"][NO_ROUND_TRIP] == COUNT - stats["rollouts"] == len(left_out) < COUNT
     row = next(read_rows(tmp_path / "r.jsonl"))[1]
     assert row["provenance"]["server"] == {"model": "tiny", "engine": "fake", "version": "1.2"}
-    asked = len(server.asked)
-    assert write() == stats and len(server.asked) == asked
+    assert write(server) == stats and len(server.asked) == COUNT + len(left_out)
+    assert {row["id"] for _, row in read_rows(tmp_path / "r_skipped.jsonl")} == left_out
+    with_ids = start()
+    stats = write(with_ids)
+    assert (stats["rollouts"], stats["skipped"]) == (COUNT, {}) and len(with_ids.asked) == len(left_out)
+    assert not list(read_rows(tmp_path / "r_skipped.jsonl"))
 
 
 def test_a_busy_server_is_left_alone(start, target, requests, expected) -> None:
@@ -420,6 +425,16 @@ def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:
         (tmp_path / "prompts.jsonl").unlink()
         again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
     assert again == stats and [row for _, row in read_rows(out)] == rows, "attempts that were kept lost their server"
+
+    def with_ids(body: dict[str, Any]) -> dict[str, Any]:
+        ids = tokenizer(writes(body)["text"], add_special_tokens=False)["input_ids"]
+        return {"text": "", "finish_reason": "stop", "token_ids": [*ids, tokenizer.eos_token_id]}
+
+    server, kept = start(with_ids), stats["attempts"] - stats["rejected"][NO_ROUND_TRIP]
+    with ServerPool(target(server), 4) as pool:
+        again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert again["rejected"] == {} and again["attempts"] == 12
+    assert 0 < len(server.asked) <= 16 - kept, "attempts whose ids are known were made again"
 
 
 def test_urls(tmp_path: Path) -> None:

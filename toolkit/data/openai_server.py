@@ -33,7 +33,7 @@ class ServerError(ValueError):
 
 
 class Unavailable(Exception):
-    """A request failed, and may succeed later. wait: seconds that the server asks for. busy: it says that it is busy."""
+    """A request failed, and may succeed later. wait: seconds that the server asks for. busy: so it says."""
 
     def __init__(self, message: str, wait: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)
