@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import server_pool
 from toolkit.data.conversations import Conversation
-from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, GenerationResult
+from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.data.openai_server import ServerError, _retry_after
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool, server_urls
@@ -403,7 +403,31 @@ def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) 
     server.fault = lambda number: reply
     with pytest.raises(ServerError, match=told):
         answers(target(server), requests)
-    assert len(server.asked) <= 4
+    assert len(server.asked) <= 4 + 4, "after 400 each of the four asks whether the prompt was the reason"
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, target, tokenizer, tmp_path, caplog, status) -> None:
+    """Its card states no context length. Even if the first request is refused, the others are answered."""
+    server, refused = start(), (0, 5)
+    server.cards = [{"id": "tiny"}]
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+    for at in refused:
+        given[at] = Conversation(f"c{at}", ({"role": "user", "content": "clock " * 60},))
+    too_long: Reply = (status, {}, {"error": {"message": "exceeds the available context size"}})
+    server.fault = lambda number: too_long if len(server.asked[number]["prompt"]) > 59 else None
+
+    def write(server: FakeServer) -> dict[str, Any]:
+        with ServerPool(target(server), 1) as pool:
+            settings, out = RolloutSettings(max_tokens=20, held_out=0.1), tmp_path / "r.jsonl"
+            return write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
+
+    stats = write(server)
+    assert stats["skipped"] == {REFUSED: 2} and stats["rollouts"] == COUNT - 2
+    rows = [row for _, row in read_rows(tmp_path / "r_skipped.jsonl")]
+    assert [row["id"] for row in rows] == ["c0", "c5"] and all(row["prompt_tokens"] > 59 for row in rows)
+    assert len(server.asked) == COUNT + 1 and caplog.text.count("exceeds the available context size") == 1
+    assert write(start())["skipped"] == {}, "a server with more room is not asked"
 
 
 def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Prompts go to /v1/completions as token ids, so that the chat template is rendered here alone. Where the server returns
 token ids (`return_token_ids` of vLLM, SGLang and ours) these are the answer. Else its text is tokenised behind the
 prompt's. These are the ids that the target wrote only if the prompt's ids stay the same and the answer's have the
-number that the server states. Other answers have the finish reason NO_ROUND_TRIP and no ids.
+number that the server states. Other answers have the finish reason NO_ROUND_TRIP and no ids. A prompt that a server
+refuses although it answers others, as one beyond a context length that its model card does not state, has REFUSED.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from typing import Any
 import httpx
 
 from toolkit.data.chat_template import decode, encode
-from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, GenerationResult
+from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
+from toolkit.log import get_logger
 from toolkit.targets.served_target import ServedTarget
 from toolkit.targets.target import end_of_turn_id
+
+logger = get_logger(__name__)
 
 # Sampling by temperature and top_p alone: the defaults of servers come from the target's generation config.
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 600.0  # and a second for each token of an answer
+TOO_LONG = (400, 413)  # what servers say to a prompt beyond their context, and to other requests that they cannot read
 BUSY = (408, 425, 429)  # these, and all from 500, may succeed later
 VERSION_PATHS = ("/version", "/get_server_info")  # vLLM and ours, SGLang
 
 
 class ServerError(ValueError):
-    """No server answers, or one refuses a request, or serves another model."""
+    """No server answers, or one refuses a request, or serves another model. status: of its reply, if it refuses."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Unavailable(Exception):
@@ -49,6 +58,7 @@ class OpenAIServer:
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
         self._target, self._client = target, client
+        self._answers = self._refuses = False  # some prompt, since `identify`
         end_of_turn = end_of_turn_id(target.tokenizer)
         self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
@@ -66,6 +76,7 @@ class OpenAIServer:
                 f"{self.url} serves {', '.join(repr(card['id']) for card in cards) or 'no model'}, but {asked}; serve "
                 "the target there, or set rollouts.server_model to the name that the target has there"
             )
+        self._answers = False
         self.model, self.context_length = card["id"], card.get("max_model_len")
         version = await self._version()
         self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": version}
@@ -83,7 +94,9 @@ class OpenAIServer:
             "return_token_ids": True,
             **NEUTRAL,
         }
-        reply = await self._ask("POST", "/completions", body, READ_TIMEOUT_S + request.max_tokens)
+        reply = await self._complete(body)
+        if reply is None:
+            return GenerationResult([], REFUSED, server=self.provenance)
         try:
             choice, model = reply["choices"][0], reply.get("model", self.model)
             reason, ids = choice["finish_reason"], choice.get("token_ids")
@@ -101,6 +114,26 @@ class OpenAIServer:
         if ids is None or (reason == "stop" and not stopped):
             return GenerationResult([], NO_ROUND_TRIP, server=self.provenance)
         return GenerationResult(ids, "stop" if stopped else "length", server=self.provenance)
+
+    async def _complete(self, body: Mapping[str, Any]) -> Any:
+        """The reply to a completion; None if the server refuses this prompt alone. Raises as `_ask`."""
+        seconds = READ_TIMEOUT_S + body["max_tokens"]
+        try:
+            reply = await self._ask("POST", "/completions", body, seconds)
+        except ServerError as error:
+            if error.status not in TOO_LONG:
+                raise
+            if not self._answers:
+                try:  # one id, to learn whether the prompt is the reason
+                    await self._ask("POST", "/completions", {**body, "prompt": body["prompt"][:1]}, seconds)
+                except ServerError:
+                    raise error from None
+            log = logger.debug if self._refuses else logger.warning
+            log("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
+            self._answers = self._refuses = True
+            return None
+        self._answers = True
+        return reply
 
     def _is_target(self, card: Mapping[str, Any]) -> bool:
         """Whether a model of the server is the target. `root` (vLLM, SGLang) is what was loaded under the name `id`."""
@@ -140,7 +173,9 @@ class OpenAIServer:
             raise Unavailable(f"status {reply.status_code}: {_short(reply.text)}", _retry_after(reply), busy=busy)
         if not reply.is_success:
             hint = "; set OPENAI_API_KEY to its key" if reply.status_code in (401, 403) else ""
-            raise ServerError(f"{self.url}{path} refuses (status {reply.status_code}): {_short(reply.text)}{hint}")
+            raise ServerError(
+                f"{self.url}{path} refuses (status {reply.status_code}): {_short(reply.text)}{hint}", reply.status_code
+            )
         try:
             return reply.json()
         except ValueError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.conversations import Conversation
-from toolkit.data.generation import NO_ROUND_TRIP
+from toolkit.data.generation import UNANSWERED
 from toolkit.jsonl import DataError, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write, read_json, write_json
@@ -93,7 +93,7 @@ def read_finished(
 ) -> tuple[set[str], Tally]:
     """Return the ids finished in earlier runs, and their tally; an incomplete last line is removed.
 
-    Conversations skipped with NO_ROUND_TRIP are not finished: another server may return ids. `asked` maps an id to its
+    Conversations that a server left UNANSWERED are not finished: another may answer them. `asked` maps an id to its
     prompt (None: unknown id), `provenance` to its settings. Raises `DataError` for a row of other prompts or settings,
     since the file would mix two sets of rollouts.
     """
@@ -103,7 +103,7 @@ def read_finished(
         if cut_torn_line(path):
             logger.warning(f"{path}: removed an incomplete last line")
         if path == paths.skipped:
-            drop_without_ids(path, "reason")
+            drop_unanswered(path, "reason")
         for number, row in read_rows(path) if path.exists() else ():
             where = f"{path}:{number}"
             one = asked(row.get("id", ""))
@@ -119,15 +119,15 @@ def read_finished(
     return done, tally
 
 
-def drop_without_ids(path: Path, key: str) -> None:
-    """Remove the rows whose `key` is NO_ROUND_TRIP, atomically: their requests are asked again."""
+def drop_unanswered(path: Path, key: str) -> None:
+    """Remove the rows whose `key` is among UNANSWERED, atomically: their requests are asked again."""
     rows = [row for _, row in read_rows(path)] if path.exists() else []
-    kept = [row for row in rows if row[key] != NO_ROUND_TRIP]
+    kept = [row for row in rows if row[key] not in UNANSWERED]
     if len(kept) == len(rows):
         return
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
         handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-    logger.info(f"{path}: {len(rows) - len(kept)} with {key} {NO_ROUND_TRIP} are asked again")
+    logger.info(f"{path}: {len(rows) - len(kept)} with {key} {' or '.join(UNANSWERED)} are asked again")
 
 
 def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], asked: Conversation) -> None:
@@ -156,7 +156,8 @@ def write_stats(
     if not rollouts and not may_be_empty:
         raise DataError(
             f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
-            "give shorter prompts, another target, or for no_round_trip servers that return token ids"
+            "give shorter prompts, another target, or servers that return token ids (no_round_trip) or have room for "
+            "these prompts (refused)"
         )
     if tally.skipped or tally.shortened:
         logger.warning(
