@@ -354,7 +354,7 @@ def test_no_server_at_the_start(start, target) -> None:
 
 
 def test_another_model(start, target, requests, expected) -> None:
-    """Both are named. The name of the target on the server may be given, and vLLM's `root` counts."""
+    """Both are named. The name of the target on the server may be given."""
     server = start()
     server.cards = [{"id": "org/other"}, {"id": "lora"}]
     with pytest.raises(ServerError, match="serves 'org/other', 'lora', but the target is 'org/Tiny'; .*server_model"):
@@ -363,10 +363,44 @@ def test_another_model(start, target, requests, expected) -> None:
         answers(target(server, served_model="mine"), [])
     assert [one.output_ids for one in answers(target(server, served_model="lora"), requests)] == expected
     assert {body["model"] for body in server.asked} == {"lora"}
-    server.cards = [{"id": "x", "root": None}, {"id": "served", "root": "/models/tiny/", "max_model_len": 99}]
+
+
+@pytest.mark.parametrize(
+    ("card", "equal"),
+    [
+        ({"id": "org/tiny"}, "its id 'org/tiny'"),
+        ({"id": "tiny.gguf"}, "the last part of its id 'tiny.gguf'"),
+        ({"id": "served", "root": "org/Tiny"}, "its root 'org/Tiny'"),
+        ({"id": "other/tiny"}, None),
+        ({"id": "other/tiny", "root": "tiny"}, "the last part of its root 'tiny'"),
+        ({"id": "served", "root": "/models/tiny"}, None),
+        ({"id": "org/tiny-2"}, None),
+    ],
+)
+def test_what_tells_that_a_model_is_the_target(start, target, requests, caplog, card, equal) -> None:
+    """The same last part under another organisation or folder may be another model, and its answers others."""
+    caplog.set_level(logging.INFO)
+    server = start()
+    server.cards = [{"id": "x", "root": None}, {**card, "max_model_len": 99}]
+    if equal is None:
+        with pytest.raises(ServerError, match="but the target is 'org/Tiny'"):
+            answers(target(server), requests)
+        return
     with ServerPool(target(server), 4) as pool:
         assert pool.max_context == 99 and len(list(pool.generate(requests))) == COUNT
-    assert server.asked[-1]["model"] == "served"
+    assert server.asked[-1]["model"] == card["id"] and f"it is the target by {equal}\n" in caplog.text
+
+
+def test_folders_are_compared_by_their_real_path(start, target, tmp_path: Path) -> None:
+    """vLLM lists the path that it was given, which may go through a link; a folder of the same name is another one."""
+    (tmp_path / "a" / "tiny").mkdir(parents=True)
+    (tmp_path / "b" / "tiny").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    server = start()
+    server.cards = [{"id": f"{tmp_path}/link/tiny/"}]
+    assert answers(target(server, name=str(tmp_path / "a" / "tiny")), []) == []
+    with pytest.raises(ServerError, match="but the target is"):
+        answers(target(server, name=str(tmp_path / "b" / "tiny")), [])
 
 
 def test_another_model_after_a_restart(start, target, requests) -> None:

@@ -9,9 +9,11 @@ refuses although it answers others, as one beyond a context length that its mode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,17 +70,21 @@ class OpenAIServer:
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise ServerError(f"{self.url}/models lists no models as OpenAI's API does; give the URL of such a server")
-        card = next(filter(self._is_target, cards), None)
-        if card is None:
+        found = next(((card, why) for card in cards if (why := self._matches(card)) is not None), None)
+        if found is None:
             wanted = self._target.served_model
             asked = f"the target is {self._target.name!r}" if wanted is None else f"rollouts.server_model is {wanted!r}"
             raise ServerError(
                 f"{self.url} serves {', '.join(repr(card['id']) for card in cards) or 'no model'}, but {asked}; serve "
                 "the target there, or set rollouts.server_model to the name that the target has there"
             )
+        card, why = found
+        version = await self._version()
+        if card["id"] != self.model:
+            log = (self.url, card["id"], card.get("owned_by"), version, why)
+            logger.info("%s serves %s by %s %s: it is the target by %s", *log)
         self._answers = False
         self.model, self.context_length = card["id"], card.get("max_model_len")
-        version = await self._version()
         self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": version}
 
     async def answer(self, request: GenerationRequest) -> GenerationResult:
@@ -135,11 +141,19 @@ class OpenAIServer:
         self._answers = True
         return reply
 
-    def _is_target(self, card: Mapping[str, Any]) -> bool:
-        """Whether a model of the server is the target. `root` (vLLM, SGLang) is what was loaded under the name `id`."""
+    def _matches(self, card: Mapping[str, Any]) -> str | None:
+        """What shows that a model of the server is the target; None if it is another one.
+
+        `root` (vLLM, SGLang) is what was loaded under the name `id`.
+        """
         if self._target.served_model is not None:
-            return card["id"] == self._target.served_model
-        return _last_part(self._target.name) in (_last_part(card["id"]), _last_part(card.get("root") or ""))
+            return "rollouts.server_model" if card["id"] == self._target.served_model else None
+        names = {key: card[key] for key in ("id", "root") if card.get(key)}
+        for same, how in ((_same_name, "its {}"), (_same_last_part, "the last part of its {}")):
+            for key, name in names.items():
+                if same(self._target.name, name):
+                    return how.format(f"{key} {name!r}")
+        return None
 
     def _tokenised(self, prompt: Sequence[int], choice: Mapping[str, Any], count: int) -> list[int] | None:
         """The ids of an answer's text, and the stop id, if they are `count`; else None."""
@@ -195,9 +209,17 @@ def _retry_after(reply: httpx.Response) -> float:
         return 0.0
 
 
-def _last_part(name: str) -> str:
-    """The name of a model without its organisation or folder."""
-    return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf").lower()
+def _same_name(one: str, other: str) -> bool:
+    """Whether two names of models are equal: hub ids in any case, folders by their real path."""
+    return one.lower() == other.lower() or (Path(one).exists() and os.path.realpath(one) == os.path.realpath(other))
+
+
+def _same_last_part(one: str, other: str) -> bool:
+    """Whether two names without organisation and folder are equal, of which one has none: it does not contradict."""
+    parts = [name.rstrip("/").rpartition("/") for name in (one, other)]
+    (before, _, mine), (after, _, theirs) = parts
+    bare = not before or not after
+    return bare and mine.removesuffix(".gguf").lower() == theirs.removesuffix(".gguf").lower()
 
 
 def _short(value: object) -> str:

@@ -151,9 +151,6 @@ class ServerPool:
         for one in self._members:
             if one.failures:
                 logger.warning("%s: %s; it gets requests when it answers", one.server.url, one.error)
-            else:
-                known = one.server.provenance
-                logger.info("%s serves %s by %s %s", one.server.url, known["model"], known["engine"], known["version"])
 
     async def _identify(self, one: _Member) -> None:
         try:
