@@ -49,7 +49,7 @@ class DraftCheckpoint:
 
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
-    Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
+    weights: the names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
     be the target's. dynamic_rows: the most ids outside of the map that the engine lets the head draft.
     """
 
@@ -57,6 +57,7 @@ class DraftCheckpoint:
     token_map: TokenMap
     meta: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    weights: tuple[str, ...] = ()
     resolutions: list[Resolution] = field(default_factory=list)
     own_embedding: torch.Tensor | None = None
     dynamic_rows: int = 0
@@ -149,7 +150,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     for key, name in MEASUREMENTS.items():
         if (directory / name).is_file():
             meta[key] = read_json(directory / name)
-    return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
+    return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory, weights=("model.safetensors",))
 
 
 def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:

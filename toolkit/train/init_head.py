@@ -67,9 +67,10 @@ def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead
         log.warning("train.init = %s: %s", name, differs)
     assert draft.path is not None, "it was read from files"
     # Of a hub's files the cache keeps each commit in a folder of its name.
-    hub = not Path(name).expanduser().is_dir()
+    hub = not Path(name).expanduser().exists()
     revision = draft.path.name if hub else None
-    return InitHead(name.partition("@")[0] if hub else name, revision, weights_sha256(draft.path), draft)
+    digest = weights_sha256(draft.path, draft.weights)
+    return InitHead(name.partition("@")[0] if hub else name, revision, digest, draft)
 
 
 def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSettings:
