@@ -31,7 +31,15 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 
-__all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_fits", "check_draft_matches", "load_draft", "save_draft"]
+__all__ = [
+    "DraftCheckpoint",
+    "DraftDirError",
+    "check_draft_fits",
+    "check_draft_matches",
+    "check_draft_sizes",
+    "load_draft",
+    "save_draft",
+]
 
 log = get_logger(__name__)
 
@@ -49,8 +57,9 @@ class DraftCheckpoint:
 
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
-    weights: the names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
-    be the target's. dynamic_rows: the most ids outside of the map that the engine lets the head draft.
+    weights: names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read
+    (`resolutions`), and the embedding that came with it, which must be the target's. dynamic_rows: the most ids outside
+    of the map that the engine lets the head draft.
     """
 
     head: DraftHead
@@ -196,6 +205,12 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
 
 def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
+    check_draft_sizes(draft, target)
+    _check_embedding(draft, target)
+
+
+def check_draft_sizes(draft: DraftCheckpoint, target: Target | TargetFacts) -> None:
+    """The part of `check_draft_fits` that needs no weights of the target. Raises `DraftDirError`."""
     config, reads = draft.head.config, _tensor_of_features(draft.head)
     needed = (target.hidden_size, target.vocab_size)
     tensors = (reads, "to whose ids t2d and lm_head.weight belong" if config.own_vocabulary else "whose rows it scores")
@@ -212,7 +227,6 @@ def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
             f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
             "Use it with the target it was trained for"
         )
-    _check_embedding(draft, target)
 
 
 def _tensor_of_features(head: DraftHead) -> str:
