@@ -6,8 +6,10 @@ import gc
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import server_pool
 from toolkit.data.conversations import Conversation
-from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, GenerationResult
+from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.data.openai_server import ServerError, _retry_after
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool, server_urls
@@ -201,23 +203,28 @@ def test_text_is_tokenised_where_no_ids_come(start, target, requests, expected, 
 
 
 def test_left_out_answers_are_counted(start, target, tokenizer, tmp_path: Path) -> None:
-    """In the statistics, and not asked for again."""
+    """In the statistics. They alone are asked for again, so that a server that returns token ids fills the gaps."""
     whole = len(tokenizer("Yes.", add_special_tokens=False)["input_ids"]) + 1
     server = start(lambda body: {"text": "Yes.", "finish_reason": "stop", "count": whole + sum(body["prompt"]) % 2})
     given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
 
-    def write() -> dict[str, Any]:
+    def write(server: FakeServer) -> dict[str, Any]:
         with ServerPool(target(server), 4) as pool:
             settings = RolloutSettings(max_tokens=20, held_out=0.1)
             out = tmp_path / "r.jsonl"
             return write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
 
-    stats = write()
-    assert 0 < stats["skipped"][NO_ROUND_TRIP] == COUNT - stats["rollouts"] < COUNT
+    stats = write(server)
+    left_out = {row["id"] for _, row in read_rows(tmp_path / "r_skipped.jsonl")}
+    assert 0 < stats["skipped"][NO_ROUND_TRIP] == COUNT - stats["rollouts"] == len(left_out) < COUNT
     row = next(read_rows(tmp_path / "r.jsonl"))[1]
     assert row["provenance"]["server"] == {"model": "tiny", "engine": "fake", "version": "1.2"}
-    asked = len(server.asked)
-    assert write() == stats and len(server.asked) == asked
+    assert write(server) == stats and len(server.asked) == COUNT + len(left_out)
+    assert {row["id"] for _, row in read_rows(tmp_path / "r_skipped.jsonl")} == left_out
+    with_ids = start()
+    stats = write(with_ids)
+    assert (stats["rollouts"], stats["skipped"]) == (COUNT, {}) and len(with_ids.asked) == len(left_out)
+    assert not list(read_rows(tmp_path / "r_skipped.jsonl"))
 
 
 def test_a_busy_server_is_left_alone(start, target, requests, expected) -> None:
@@ -232,7 +239,23 @@ def test_a_busy_server_is_left_alone(start, target, requests, expected) -> None:
 def test_retry_after(value: str, least: float, most: float) -> None:
     """Both forms of HTTP."""
     reply: Any = SimpleNamespace(headers={"retry-after": value})
-    assert least <= (_retry_after(reply) or 0) <= most
+    assert least <= _retry_after(reply) <= most
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_a_server_that_is_busy_for_long_is_waited_for(start, target, requests, expected, monkeypatch, status) -> None:
+    """`Retry-After: 0` is no reason to ask without a rest, and a server that says that it is busy has not died."""
+    monkeypatch.setattr(server_pool, "LONGEST_WAIT_S", 0.008)
+    server, times, busy = start(), [], server_pool.MOST_FAILURES + 4
+
+    def fault(number: int) -> Reply | None:
+        times.append(time.monotonic())
+        return (status, {"Retry-After": "0"}, {}) if number < busy else None
+
+    server.fault = fault
+    assert [one.output_ids for one in answers(target(server), requests, 1)] == expected
+    rests = [after - before for before, after in pairwise(times[: busy + 1])]
+    assert all(rest >= min(0.001 * 2**count, 0.008) for count, rest in enumerate(rests)), rests
 
 
 def test_errors_that_pass(start, target, requests, expected, caplog) -> None:
@@ -331,7 +354,7 @@ def test_no_server_at_the_start(start, target) -> None:
 
 
 def test_another_model(start, target, requests, expected) -> None:
-    """Both are named. The name of the target on the server may be given, and vLLM's `root` counts."""
+    """Both are named. The name of the target on the server may be given."""
     server = start()
     server.cards = [{"id": "org/other"}, {"id": "lora"}]
     with pytest.raises(ServerError, match="serves 'org/other', 'lora', but the target is 'org/Tiny'; .*server_model"):
@@ -340,10 +363,44 @@ def test_another_model(start, target, requests, expected) -> None:
         answers(target(server, served_model="mine"), [])
     assert [one.output_ids for one in answers(target(server, served_model="lora"), requests)] == expected
     assert {body["model"] for body in server.asked} == {"lora"}
-    server.cards = [{"id": "x", "root": None}, {"id": "served", "root": "/models/tiny/", "max_model_len": 99}]
+
+
+@pytest.mark.parametrize(
+    ("card", "equal"),
+    [
+        ({"id": "org/tiny"}, "its id 'org/tiny'"),
+        ({"id": "tiny.gguf"}, "the last part of its id 'tiny.gguf'"),
+        ({"id": "served", "root": "org/Tiny"}, "its root 'org/Tiny'"),
+        ({"id": "other/tiny"}, None),
+        ({"id": "other/tiny", "root": "tiny"}, "the last part of its root 'tiny'"),
+        ({"id": "served", "root": "/models/tiny"}, None),
+        ({"id": "org/tiny-2"}, None),
+    ],
+)
+def test_what_tells_that_a_model_is_the_target(start, target, requests, caplog, card, equal) -> None:
+    """The same last part under another organisation or folder may be another model, and its answers others."""
+    caplog.set_level(logging.INFO)
+    server = start()
+    server.cards = [{"id": "x", "root": None}, {**card, "max_model_len": 99}]
+    if equal is None:
+        with pytest.raises(ServerError, match="but the target is 'org/Tiny'"):
+            answers(target(server), requests)
+        return
     with ServerPool(target(server), 4) as pool:
         assert pool.max_context == 99 and len(list(pool.generate(requests))) == COUNT
-    assert server.asked[-1]["model"] == "served"
+    assert server.asked[-1]["model"] == card["id"] and f"it is the target by {equal}\n" in caplog.text
+
+
+def test_folders_are_compared_by_their_real_path(start, target, tmp_path: Path) -> None:
+    """vLLM lists the path that it was given, which may go through a link; a folder of the same name is another one."""
+    (tmp_path / "a" / "tiny").mkdir(parents=True)
+    (tmp_path / "b" / "tiny").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    server = start()
+    server.cards = [{"id": f"{tmp_path}/link/tiny/"}]
+    assert answers(target(server, name=str(tmp_path / "a" / "tiny")), []) == []
+    with pytest.raises(ServerError, match="but the target is"):
+        answers(target(server, name=str(tmp_path / "b" / "tiny")), [])
 
 
 def test_another_model_after_a_restart(start, target, requests) -> None:
@@ -380,7 +437,31 @@ def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) 
     server.fault = lambda number: reply
     with pytest.raises(ServerError, match=told):
         answers(target(server), requests)
-    assert len(server.asked) <= 4
+    assert len(server.asked) <= 4 + 4, "after 400 each of the four asks whether the prompt was the reason"
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, target, tokenizer, tmp_path, caplog, status) -> None:
+    """Its card states no context length. Even if the first request is refused, the others are answered."""
+    server, refused = start(), (0, 5)
+    server.cards = [{"id": "tiny"}]
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+    for at in refused:
+        given[at] = Conversation(f"c{at}", ({"role": "user", "content": "clock " * 60},))
+    too_long: Reply = (status, {}, {"error": {"message": "exceeds the available context size"}})
+    server.fault = lambda number: too_long if len(server.asked[number]["prompt"]) > 59 else None
+
+    def write(server: FakeServer) -> dict[str, Any]:
+        with ServerPool(target(server), 1) as pool:
+            settings, out = RolloutSettings(max_tokens=20, held_out=0.1), tmp_path / "r.jsonl"
+            return write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
+
+    stats = write(server)
+    assert stats["skipped"] == {REFUSED: 2} and stats["rollouts"] == COUNT - 2
+    rows = [row for _, row in read_rows(tmp_path / "r_skipped.jsonl")]
+    assert [row["id"] for row in rows] == ["c0", "c5"] and all(row["prompt_tokens"] > 59 for row in rows)
+    assert len(server.asked) == COUNT + 1 and caplog.text.count("exceeds the available context size") == 1
+    assert write(start())["skipped"] == {}, "a server with more room is not asked"
 
 
 def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:
@@ -402,6 +483,16 @@ def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:
         (tmp_path / "prompts.jsonl").unlink()
         again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
     assert again == stats and [row for _, row in read_rows(out)] == rows, "attempts that were kept lost their server"
+
+    def with_ids(body: dict[str, Any]) -> dict[str, Any]:
+        ids = tokenizer(writes(body)["text"], add_special_tokens=False)["input_ids"]
+        return {"text": "", "finish_reason": "stop", "token_ids": [*ids, tokenizer.eos_token_id]}
+
+    server, kept = start(with_ids), stats["attempts"] - stats["rejected"][NO_ROUND_TRIP]
+    with ServerPool(target(server), 4) as pool:
+        again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert again["rejected"] == {} and again["attempts"] == 12
+    assert 0 < len(server.asked) <= 16 - kept, "attempts whose ids are known were made again"
 
 
 def test_urls(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.conftest import build_draft, build_target
 from tests.train.test_loop import REPOSITORY, _copy_run, _environment, _launch, _line
 from toolkit.bench.report import write_report
 from toolkit.checkpoint import open_head
-from toolkit.checkpoint.draft_dir import DraftDirError, load_draft, save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, load_draft, save_draft
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
@@ -90,6 +90,22 @@ def test_a_head_of_a_hub_is_recorded_with_its_commit(tiny_draft, target, tmp_pat
     record = plan_head(TrainSettings(init="org/head@main"), target, tiny_draft.token_map).init.record
     digest = sha256_file(directory / "model.safetensors")
     assert record == {"name": "org/head", "revision": "0123abc", "weights_sha256": digest}
+
+
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_gguf_heads_are_trained_further(named, tiny_draft, tiny_target_directory, target, tmp_path):
+    """The file of a head may lie among others; its own hash is recorded, and no revision."""
+    facts = target_facts(tiny_target_directory)
+    export_head(DraftCheckpoint(tiny_draft.head, tiny_draft.token_map), "gguf", tmp_path / "out", facts, Shape(2, 1, 3))
+    file = tmp_path / "out" / "model.gguf"
+    name = str(file.parent if named == "folder" else shutil.copy(file, tmp_path / "head.gguf"))
+    save_tensors((tmp_path if named == "file" else file.parent) / "other.safetensors", {"x": torch.zeros(1)})
+    found, plan = started(TrainSettings(init=name), target, tiny_draft.token_map)
+    assert plan.init.record == {"name": name, "revision": None, "weights_sha256": sha256_file(file)}
+    assert all(torch.equal(found.state_dict()[key], value) for key, value in tiny_draft.head.state_dict().items())
+    recipe = load_recipe(REPOSITORY / "recipes" / "smollm2-135m.yaml", [f"train.init={name}"])
+    (train,) = [stage for stage in recipe_stages(Run(recipe, tmp_path / "recipe.yaml")) if stage.name == "train"]
+    assert ("head.gguf" if named == "file" else "init model.gguf") in train.inputs()
 
 
 def test_mtp_layers_are_trained_further(target, tmp_path):
@@ -167,10 +183,15 @@ def cut_off(directory, target, tiny_draft):
         (cut_off, r"wrong shape: midlayer.mlp.up_proj.weight \(127, 64\) \(expected \(128, 64\)\)"),
     ],
 )
-def test_a_head_of_another_target_is_refused_with_the_tensor(target, tiny_draft, tmp_path, make, says):
+def test_a_head_of_another_target_is_refused_with_the_tensor(
+    target, tiny_target_directory, tiny_draft, tmp_path, make, says
+):
+    """Where servers write the rollouts, the weights are not loaded before the training; the sizes are known there."""
     directory = make(tmp_path / "head", target, tiny_draft)
-    with pytest.raises(ValueError, match=says):
-        plan_head(TrainSettings(init=str(directory)), target, tiny_draft.token_map)
+    facts = target_facts(tiny_target_directory)
+    for known in (target,) if make is own_embedding else (target, facts):
+        with pytest.raises(ValueError, match=says):
+            plan_head(TrainSettings(init=str(directory)), known, tiny_draft.token_map)
 
 
 @pytest.mark.parametrize(

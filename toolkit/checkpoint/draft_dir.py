@@ -31,7 +31,15 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 
-__all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_fits", "check_draft_matches", "load_draft", "save_draft"]
+__all__ = [
+    "DraftCheckpoint",
+    "DraftDirError",
+    "check_draft_fits",
+    "check_draft_matches",
+    "check_draft_sizes",
+    "load_draft",
+    "save_draft",
+]
 
 log = get_logger(__name__)
 
@@ -49,14 +57,16 @@ class DraftCheckpoint:
 
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
-    Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
-    be the target's. dynamic_rows: the most ids outside of the map that the engine lets the head draft.
+    weights: names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read
+    (`resolutions`), and the embedding that came with it, which must be the target's. dynamic_rows: the most ids outside
+    of the map that the engine lets the head draft.
     """
 
     head: DraftHead
     token_map: TokenMap
     meta: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    weights: tuple[str, ...] = ()
     resolutions: list[Resolution] = field(default_factory=list)
     own_embedding: torch.Tensor | None = None
     dynamic_rows: int = 0
@@ -149,7 +159,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     for key, name in MEASUREMENTS.items():
         if (directory / name).is_file():
             meta[key] = read_json(directory / name)
-    return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
+    return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory, weights=("model.safetensors",))
 
 
 def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
@@ -195,6 +205,12 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
 
 def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
+    check_draft_sizes(draft, target)
+    _check_embedding(draft, target)
+
+
+def check_draft_sizes(draft: DraftCheckpoint, target: Target | TargetFacts) -> None:
+    """The part of `check_draft_fits` that needs no weights of the target. Raises `DraftDirError`."""
     config, reads = draft.head.config, _tensor_of_features(draft.head)
     needed = (target.hidden_size, target.vocab_size)
     tensors = (reads, "to whose ids t2d and lm_head.weight belong" if config.own_vocabulary else "whose rows it scores")
@@ -211,7 +227,6 @@ def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
             f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
             "Use it with the target it was trained for"
         )
-    _check_embedding(draft, target)
 
 
 def _tensor_of_features(head: DraftHead) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,9 +176,9 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     return (found[0],)
 
 
-def weights_sha256(directory: Path) -> str:
-    """Hex sha256 of the weights: that of their file, or of the hashes of their shards. Raises `WeightsError`."""
-    hashes = {name: sha256_file(directory / name) for name in weight_files(directory)}
+def weights_sha256(directory: Path, names: Sequence[str]) -> str:
+    """Hex sha256 of the files `names` of weights: that of the file, or of the hashes of shards."""
+    hashes = {name: sha256_file(directory / name) for name in names}
     return next(iter(hashes.values())) if len(hashes) == 1 else sha256_json(hashes)
 
 

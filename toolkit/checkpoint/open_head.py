@@ -100,6 +100,7 @@ def import_head(
         token_map=token_map,
         meta=meta,
         path=files.directory,
+        weights=files.weights,
         resolutions=resolver.lines,
         own_embedding=embedding,
     )

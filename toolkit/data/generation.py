@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_ROUND_TRIP = "no_round_trip"
+REFUSED = "refused"
+UNANSWERED = (NO_ROUND_TRIP, REFUSED)  # another server may answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class GenerationResult:
     """`output_ids` are the generated ids, including the stop id if there is one.
 
     `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context length). It is
-    NO_ROUND_TRIP, without ids, where a server's text does not give the ids that the target wrote.
+    NO_ROUND_TRIP, without ids, where a server's text does not give the ids that the target wrote, and REFUSED where a
+    server refuses this prompt alone, as one that is too long for it.
     `draft_used` names the draft head; None is plain decoding. `verify_steps` counts the verify steps that were not
     truncated, `accepted` the drafts accepted in them: accept_length is 1 + accepted / verify_steps. `server` says which
     model and engine answered, if it was a server.
@@ -70,7 +73,7 @@ def run_all(generate: GenerateFn, requests: Sequence[GenerationRequest]) -> Iter
     for index, result in generate(requests) if requests else ():
         if index not in missing:
             raise RuntimeError(f"generate returned request {index} of {len(requests)} twice, or it does not exist")
-        if result.finish_reason not in ("stop", "length", NO_ROUND_TRIP):
+        if result.finish_reason not in ("stop", "length", *UNANSWERED):
             raise RuntimeError(f"request {index} has finish reason {result.finish_reason!r}; expected stop or length")
         missing.remove(index)
         yield index, result

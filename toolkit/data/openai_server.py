@@ -3,41 +3,52 @@
 Prompts go to /v1/completions as token ids, so that the chat template is rendered here alone. Where the server returns
 token ids (`return_token_ids` of vLLM, SGLang and ours) these are the answer. Else its text is tokenised behind the
 prompt's. These are the ids that the target wrote only if the prompt's ids stay the same and the answer's have the
-number that the server states. Other answers have the finish reason NO_ROUND_TRIP and no ids.
+number that the server states. Other answers have the finish reason NO_ROUND_TRIP and no ids. A prompt that a server
+refuses although it answers others, as one beyond a context length that its model card does not state, has REFUSED.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from toolkit.data.chat_template import decode, encode
-from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, GenerationResult
+from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
+from toolkit.log import get_logger
 from toolkit.targets.served_target import ServedTarget
 from toolkit.targets.target import end_of_turn_id
+
+logger = get_logger(__name__)
 
 # Sampling by temperature and top_p alone: the defaults of servers come from the target's generation config.
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 600.0  # and a second for each token of an answer
+TOO_LONG = (400, 413)  # what servers say to a prompt beyond their context, and to other requests that they cannot read
 BUSY = (408, 425, 429)  # these, and all from 500, may succeed later
 VERSION_PATHS = ("/version", "/get_server_info")  # vLLM and ours, SGLang
 
 
 class ServerError(ValueError):
-    """No server answers, or one refuses a request, or serves another model."""
+    """No server answers, or one refuses a request, or serves another model. status: of its reply, if it refuses."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Unavailable(Exception):
-    """A request failed, and may succeed later. wait: seconds that the server asks for, if it does."""
+    """A request failed, and may succeed later. wait: seconds that the server asks for. busy: so it says."""
 
-    def __init__(self, message: str, wait: float | None = None) -> None:
+    def __init__(self, message: str, wait: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)
-        self.wait = wait
+        self.wait, self.busy = wait, busy
 
 
 class OpenAIServer:
@@ -49,6 +60,7 @@ class OpenAIServer:
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
         self._target, self._client = target, client
+        self._answers = self._refuses = False  # some prompt, since `identify`
         end_of_turn = end_of_turn_id(target.tokenizer)
         self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
@@ -58,16 +70,21 @@ class OpenAIServer:
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise ServerError(f"{self.url}/models lists no models as OpenAI's API does; give the URL of such a server")
-        card = next(filter(self._is_target, cards), None)
-        if card is None:
+        found = next(((card, why) for card in cards if (why := self._matches(card)) is not None), None)
+        if found is None:
             wanted = self._target.served_model
             asked = f"the target is {self._target.name!r}" if wanted is None else f"rollouts.server_model is {wanted!r}"
             raise ServerError(
                 f"{self.url} serves {', '.join(repr(card['id']) for card in cards) or 'no model'}, but {asked}; serve "
                 "the target there, or set rollouts.server_model to the name that the target has there"
             )
-        self.model, self.context_length = card["id"], card.get("max_model_len")
+        card, why = found
         version = await self._version()
+        if card["id"] != self.model:
+            log = (self.url, card["id"], card.get("owned_by"), version, why)
+            logger.info("%s serves %s by %s %s: it is the target by %s", *log)
+        self._answers = False
+        self.model, self.context_length = card["id"], card.get("max_model_len")
         self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": version}
 
     async def answer(self, request: GenerationRequest) -> GenerationResult:
@@ -83,7 +100,9 @@ class OpenAIServer:
             "return_token_ids": True,
             **NEUTRAL,
         }
-        reply = await self._ask("POST", "/completions", body, READ_TIMEOUT_S + request.max_tokens)
+        reply = await self._complete(body)
+        if reply is None:
+            return GenerationResult([], REFUSED, server=self.provenance)
         try:
             choice, model = reply["choices"][0], reply.get("model", self.model)
             reason, ids = choice["finish_reason"], choice.get("token_ids")
@@ -102,11 +121,39 @@ class OpenAIServer:
             return GenerationResult([], NO_ROUND_TRIP, server=self.provenance)
         return GenerationResult(ids, "stop" if stopped else "length", server=self.provenance)
 
-    def _is_target(self, card: Mapping[str, Any]) -> bool:
-        """Whether a model of the server is the target. `root` (vLLM, SGLang) is what was loaded under the name `id`."""
+    async def _complete(self, body: Mapping[str, Any]) -> Any:
+        """The reply to a completion; None if the server refuses this prompt alone. Raises as `_ask`."""
+        seconds = READ_TIMEOUT_S + body["max_tokens"]
+        try:
+            reply = await self._ask("POST", "/completions", body, seconds)
+        except ServerError as error:
+            if error.status not in TOO_LONG:
+                raise
+            if not self._answers:
+                try:  # one id, to learn whether the prompt is the reason
+                    await self._ask("POST", "/completions", {**body, "prompt": body["prompt"][:1]}, seconds)
+                except ServerError:
+                    raise error from None
+            log = logger.debug if self._refuses else logger.warning
+            log("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
+            self._answers = self._refuses = True
+            return None
+        self._answers = True
+        return reply
+
+    def _matches(self, card: Mapping[str, Any]) -> str | None:
+        """What shows that a model of the server is the target; None if it is another one.
+
+        `root` (vLLM, SGLang) is what was loaded under the name `id`.
+        """
         if self._target.served_model is not None:
-            return card["id"] == self._target.served_model
-        return _last_part(self._target.name) in (_last_part(card["id"]), _last_part(card.get("root") or ""))
+            return "rollouts.server_model" if card["id"] == self._target.served_model else None
+        names = {key: card[key] for key in ("id", "root") if card.get(key)}
+        for same, how in ((_same_name, "its {}"), (_same_last_part, "the last part of its {}")):
+            for key, name in names.items():
+                if same(self._target.name, name):
+                    return how.format(f"{key} {name!r}")
+        return None
 
     def _tokenised(self, prompt: Sequence[int], choice: Mapping[str, Any], count: int) -> list[int] | None:
         """The ids of an answer's text, and the stop id, if they are `count`; else None."""
@@ -135,19 +182,22 @@ class OpenAIServer:
             reply = await self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.RequestError as error:
             raise Unavailable(f"{type(error).__name__} {error}".strip()) from error
-        if reply.status_code in BUSY or reply.status_code >= 500:
-            raise Unavailable(f"status {reply.status_code}: {_short(reply.text)}", _retry_after(reply))
+        busy = reply.status_code in BUSY
+        if busy or reply.status_code >= 500:
+            raise Unavailable(f"status {reply.status_code}: {_short(reply.text)}", _retry_after(reply), busy=busy)
         if not reply.is_success:
             hint = "; set OPENAI_API_KEY to its key" if reply.status_code in (401, 403) else ""
-            raise ServerError(f"{self.url}{path} refuses (status {reply.status_code}): {_short(reply.text)}{hint}")
+            raise ServerError(
+                f"{self.url}{path} refuses (status {reply.status_code}): {_short(reply.text)}{hint}", reply.status_code
+            )
         try:
             return reply.json()
         except ValueError as error:
             raise Unavailable(f"{path} answers no JSON: {_short(reply.text)}") from error
 
 
-def _retry_after(reply: httpx.Response) -> float | None:
-    """Seconds of the header Retry-After, which is a number or a date."""
+def _retry_after(reply: httpx.Response) -> float:
+    """Seconds of the header Retry-After, which is a number or a date; 0 without one."""
     text = reply.headers.get("retry-after", "")
     try:
         return max(0.0, float(text))
@@ -156,12 +206,20 @@ def _retry_after(reply: httpx.Response) -> float | None:
     try:
         return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):  # TypeError: a date without a zone
-        return None
+        return 0.0
 
 
-def _last_part(name: str) -> str:
-    """The name of a model without its organisation or folder."""
-    return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf").lower()
+def _same_name(one: str, other: str) -> bool:
+    """Whether two names of models are equal: hub ids in any case, folders by their real path."""
+    return one.lower() == other.lower() or (Path(one).exists() and os.path.realpath(one) == os.path.realpath(other))
+
+
+def _same_last_part(one: str, other: str) -> bool:
+    """Whether two names without organisation and folder are equal, of which one has none: it does not contradict."""
+    parts = [name.rstrip("/").rpartition("/") for name in (one, other)]
+    (before, _, mine), (after, _, theirs) = parts
+    bare = not before or not after
+    return bare and mine.removesuffix(".gguf").lower() == theirs.removesuffix(".gguf").lower()
 
 
 def _short(value: object) -> str:

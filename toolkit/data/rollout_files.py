@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.conversations import Conversation
+from toolkit.data.generation import UNANSWERED
 from toolkit.jsonl import DataError, cut_torn_line, read_rows
 from toolkit.log import get_logger
-from toolkit.weights import read_json, write_json
+from toolkit.weights import atomic_write, read_json, write_json
 
 logger = get_logger(__name__)
 
@@ -91,14 +93,17 @@ def read_finished(
 ) -> tuple[set[str], Tally]:
     """Return the ids finished in earlier runs, and their tally; an incomplete last line is removed.
 
-    `asked` maps an id to its prompt (None: unknown id), `provenance` to its settings. Raises `DataError` for a row of
-    other prompts or settings, since the file would mix two sets of rollouts.
+    Conversations that a server left UNANSWERED are not finished: another may answer them. `asked` maps an id to its
+    prompt (None: unknown id), `provenance` to its settings. Raises `DataError` for a row of other prompts or settings,
+    since the file would mix two sets of rollouts.
     """
     done: set[str] = set()
     tally = Tally()
     for path in (paths.rows, paths.skipped):
         if cut_torn_line(path):
             logger.warning(f"{path}: removed an incomplete last line")
+        if path == paths.skipped:
+            drop_unanswered(path, "reason")
         for number, row in read_rows(path) if path.exists() else ():
             where = f"{path}:{number}"
             one = asked(row.get("id", ""))
@@ -112,6 +117,17 @@ def read_finished(
             _check_row(row, where, wanted, one)
             tally.add(row)
     return done, tally
+
+
+def drop_unanswered(path: Path, key: str) -> None:
+    """Remove the rows whose `key` is among UNANSWERED, atomically: their requests are asked again."""
+    rows = [row for _, row in read_rows(path)] if path.exists() else []
+    kept = [row for row in rows if row[key] not in UNANSWERED]
+    if len(kept) == len(rows):
+        return
+    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
+        handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+    logger.info(f"{path}: {len(rows) - len(kept)} with {key} {' or '.join(UNANSWERED)} are asked again")
 
 
 def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], asked: Conversation) -> None:
@@ -140,7 +156,8 @@ def write_stats(
     if not rollouts and not may_be_empty:
         raise DataError(
             f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
-            "give shorter prompts, another target, or for no_round_trip servers that return token ids"
+            "give shorter prompts, another target, or servers that return token ids (no_round_trip) or have room for "
+            "these prompts (refused)"
         )
     if tally.skipped or tally.shortened:
         logger.warning(

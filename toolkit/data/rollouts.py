@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import Message, answer_text, prompt_ids
 from toolkit.data.conversations import Conversation, Conversations, user_turns
 from toolkit.data.generation import (
-    NO_ROUND_TRIP,
+    UNANSWERED,
     GenerateFn,
     GenerationRequest,
     GenerationResult,
@@ -65,9 +65,9 @@ def write_rollouts(
     """Answer the user turns of `conversations`, write the rows to the .jsonl file `out_path`, return the statistics.
 
     Also written: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer,
-    no_round_trip) and `<stem>_stats.json`. For the same reasons a later turn ends the conversation before that turn.
-    An answer that is cut, or whose message would lose special tokens, ends the conversation after that turn. Such rows
-    have the reason under "shortened".
+    no_round_trip, refused) and `<stem>_stats.json`. For the same reasons a later turn ends the conversation before that
+    turn. An answer that is cut, or whose message would lose special tokens, ends the conversation after that turn. Such
+    rows have the reason under "shortened".
     `max_context` limits the ids of prompt and answer together. Draws are seeded by (seed, id, turn).
     `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
     Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about
@@ -181,8 +181,8 @@ class _Writer:
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
-        if result.finish_reason == NO_ROUND_TRIP:
-            self._close(one, NO_ROUND_TRIP, turn=one.turn)
+        if result.finish_reason in UNANSWERED:
+            self._close(one, result.finish_reason, turn=one.turn, prompt_tokens=len(prompt))
             return
         text, complete = answer_text(self.tokenizer, written_ids(result))
         if not text.strip():

@@ -2,7 +2,7 @@
 
 All servers take requests from one queue. A failed request goes back to it, so that another server takes it. The server
 that failed rests, longer after each failure, and then has to show its model again. When all servers have failed
-MOST_FAILURES times in a row, the run ends.
+MOST_FAILURES times in a row, the run ends. A server that is busy rests too, but it has not failed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ MOST_FAILURES = 8  # about a minute and a half
 
 @dataclass
 class _Member:
-    """A server in the pool. failures: in a row. resume_at: time.monotonic() of its next request."""
+    """A server in the pool. rests, failures: since its last answer. resume_at: time.monotonic() of its next request."""
 
     server: OpenAIServer
+    rests: int = 0
     failures: int = 0
     resume_at: float = 0.0
     error: str = ""
@@ -117,27 +118,28 @@ class ServerPool:
         index = await wave.todo.get()
         began = time.monotonic()
         try:
-            if one.failures:  # it may have started again, with another model
+            if one.rests:  # it may have started again, with another model
                 await one.server.identify()
             result = await one.server.answer(wave.requests[index])
         except Unavailable as error:
             wave.todo.put_nowait(index)
             self._failed(one, began, error)
             return
-        if one.failures:
+        if one.rests:
             logger.info("%s answers again", one.server.url)
-        one.failures = 0
+        one.rests = one.failures = 0
         wave.done.put_nowait((index, result))
 
     def _failed(self, one: _Member, began: float, error: Unavailable) -> None:
         """Let the server rest. Failures of requests from before its last rest are one failure."""
         again = began >= one.resume_at
-        one.failures += again
+        one.rests += again
+        one.failures += again and not error.busy
         one.error = str(error)
-        doubled = FIRST_WAIT_S * 2 ** min(max(one.failures - 1, 0), 10)
-        wait = min(doubled, LONGEST_WAIT_S) if error.wait is None else error.wait
+        doubled = FIRST_WAIT_S * 2 ** min(max(one.rests - 1, 0), 10)
+        wait = max(min(doubled, LONGEST_WAIT_S), error.wait)
         one.resume_at = max(one.resume_at, time.monotonic() + wait)
-        if again and one.failures == 1:
+        if again and one.rests in (1, MOST_FAILURES):
             logger.warning("%s: %s; it is asked again in %.0f s", one.server.url, error, wait)
         if all(other.failures >= MOST_FAILURES for other in self._members):
             raise ServerError(self._silent("no server answers any more"))
@@ -149,15 +151,12 @@ class ServerPool:
         for one in self._members:
             if one.failures:
                 logger.warning("%s: %s; it gets requests when it answers", one.server.url, one.error)
-            else:
-                known = one.server.provenance
-                logger.info("%s serves %s by %s %s", one.server.url, known["model"], known["engine"], known["version"])
 
     async def _identify(self, one: _Member) -> None:
         try:
             await one.server.identify()
         except Unavailable as error:
-            one.failures, one.error = 1, str(error)
+            one.rests, one.failures, one.error = 1, 1, str(error)
 
     def _silent(self, what: str) -> str:
         lines = "".join(f"\n  {one.server.url}: {one.error}" for one in self._members)

@@ -23,6 +23,7 @@ from toolkit.data.chat_template import ChatTemplateError, decode, encode, render
 from toolkit.data.conversations import Conversation, write_conversations
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
 from toolkit.data.prompt_filters import rejection, words_of
+from toolkit.data.rollout_files import drop_unanswered
 from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import PromptSettings
@@ -169,9 +170,13 @@ def _as_row(result: GenerationResult) -> dict[str, Any]:
 
 
 def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
-    """Read the attempts of an earlier run by number. Raises `DataError` for attempts with other settings."""
+    """Read the attempts of an earlier run by number. Raises `DataError` for attempts with other settings.
+
+    Attempts that a server left UNANSWERED are removed: another may answer them.
+    """
     if cut_torn_line(path):
         logger.warning(f"{path}: removed an incomplete last line")
+    drop_unanswered(path, "finish_reason")
     ended: dict[int, GenerationResult] = {}
     for number, row in read_rows(path) if path.exists() else ():
         if row.get("settings") != mark:

@@ -32,7 +32,7 @@ from toolkit.pipeline.train import train_stage
 from toolkit.recipe import RecipeError, result_settings, training_settings
 
 _TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
-_HEAD_FILES = ("config.json", "*.safetensors", "*.bin")  # without its measurements
+_HEAD_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")  # without its measurements
 
 
 def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:

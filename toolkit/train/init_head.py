@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, rope_difference
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, check_draft_sizes, rope_difference
 from toolkit.checkpoint.files import weights_sha256
 from toolkit.checkpoint.open_head import open_head
 from toolkit.heads.draft_head import DraftHead, OutputMatrix
@@ -59,17 +59,20 @@ def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead
             f"train.init = {name} is a head of kind {draft.kind}, but train.head.kind is {settings.head.kind}; set "
             f"train.head.kind={draft.kind}"
         )
-    if isinstance(target, Target):  # else its weights are not loaded here, and the training compares them
+    if isinstance(target, Target):
         check_draft_fits(draft, target)
+    else:  # its weights are not loaded here; the training compares the embedding
+        check_draft_sizes(draft, target)
     with_head_settings(settings, draft.head.config)
     differs = rope_difference(draft.head.config, full_attention_rope(target.config))
     if differs:
         log.warning("train.init = %s: %s", name, differs)
     assert draft.path is not None, "it was read from files"
     # Of a hub's files the cache keeps each commit in a folder of its name.
-    hub = not Path(name).expanduser().is_dir()
+    hub = not Path(name).expanduser().exists()
     revision = draft.path.name if hub else None
-    return InitHead(name.partition("@")[0] if hub else name, revision, weights_sha256(draft.path), draft)
+    digest = weights_sha256(draft.path, draft.weights)
+    return InitHead(name.partition("@")[0] if hub else name, revision, digest, draft)
 
 
 def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSettings:
