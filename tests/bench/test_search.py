@@ -162,6 +162,11 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
     assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
     assert temperatures == {temperature}
     assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
+    if temperature == 0:  # float32 and the same prompts: what is counted is what was forecast of these answers
+        shortened = forecast_surface(tiny_target, tiny_draft, full_groups(PROMPTS, batch), LARGEST, sampling, config)
+        assert [one.accept_length for one in measured[2:]] == pytest.approx(
+            [shortened.forecast(one.shape).accept_length for one in chosen]
+        )
 
 
 def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):

@@ -24,6 +24,7 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times
+from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.targets.target import Target
 
@@ -127,8 +128,9 @@ def confirm(
     found = []
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
-        measured = measured_figures(own)
-        found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
+        steps = summarise(event for one in own for answer in one.answers for event in answer.events)
+        length = steps.accept_length if steps.verify_steps else 1.0
+        found.append(replace(settings[mode.name], measured=measured_figures(own), accept_length=length))
     return found
 
 
@@ -148,13 +150,6 @@ def measured_figures(rounds: Sequence[Round]) -> Figures:
     step_s = seconds / max(1, sum(max(own) for own in steps))
     prefill_s = sum(one.prefill_s for one in rounds) / sum(map(len, steps))
     return Figures(tokens / seconds, waited / tokens, step_s / 2 + prefill_s)
-
-
-def accept_length_of(rounds: Sequence[Round]) -> float:
-    """Tokens committed per step that drafted and was not cut; 1 without such steps."""
-    events = [event for one in rounds for answer in one.answers for event in answer.events]
-    drafted = [event.committed for event in events if event.offered and not event.truncated]
-    return sum(drafted) / len(drafted) if drafted else 1.0
 
 
 def most_of(chosen: Sequence[Setting]) -> DraftShape:

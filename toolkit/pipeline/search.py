@@ -67,7 +67,7 @@ def search_head(
     largest = supported_shapes(target, draft, largest)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     started = time.perf_counter()
-    surface, rows, best, known = _search(target, draft, prompts, largest, sampling, config, batches, objective)
+    surface, rows, best, known = search_settings(target, draft, prompts, largest, sampling, config, batches, objective)
     settings = {
         "objective": objective,
         "batches": list(batches),
@@ -127,7 +127,7 @@ def _no_place(draft: DraftCheckpoint) -> str | None:
     return None
 
 
-def _search(
+def search_settings(
     target: Target,
     draft: DraftCheckpoint,
     prompts: Sequence[Prompt],
@@ -137,7 +137,8 @@ def _search(
     batches: Sequence[int],
     objective: Objective,
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Returns the surface, the record's rows, the best setting by batch size, and the times for adaptive drafting."""
+    """Search over loaded models, with progress. Returns the surface, the record's rows, the best setting by batch size,
+    and the times for adaptive drafting."""
     forecasting = replace(config, max_running_requests=FORECAST_BATCH)
     schedule = _Schedule(_planned_rounds(largest, sum(len(one.turns) for one in prompts), sampling.max_tokens, batches))
     with schedule.stage("forecast", "answer") as show:
