@@ -22,11 +22,10 @@ from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
-from toolkit.bench.search import Objective, measured_figures
+from toolkit.bench.search import Objective, accept_length_of, measured_figures
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.pipeline.forecast import largest_shapes, load_head
 from toolkit.pipeline.search import search_settings
@@ -81,13 +80,12 @@ def main() -> int:
         if one["setting"] == ADAPTIVE:
             continue
         own = [done for done in rounds if done.mode == one["setting"]]
-        steps = summarise(event for done in own for answer in done.answers for event in answer.events)
         drafts = one["setting"] != PLAIN
         rows.append(
             {
                 "setting": one["setting"],
                 "forecast_accept_length": one["forecast_accept_length"] if drafts else None,
-                "accept_length": steps.accept_length if drafts else 1.0,
+                "accept_length": accept_length_of(own),
                 "predicted_tokens_per_s": one["predicted_tokens_per_s"],
                 "measured_tokens_per_s": measured_figures(own).tokens_per_s,
             }

@@ -128,9 +128,8 @@ def confirm(
     found = []
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
-        steps = summarise(event for one in own for answer in one.answers for event in answer.events)
-        length = steps.accept_length if steps.verify_steps else 1.0
-        found.append(replace(settings[mode.name], measured=measured_figures(own), accept_length=length))
+        measured = measured_figures(own)
+        found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
     return found
 
 
@@ -150,6 +149,12 @@ def measured_figures(rounds: Sequence[Round]) -> Figures:
     step_s = seconds / max(1, sum(max(own) for own in steps))
     prefill_s = sum(one.prefill_s for one in rounds) / sum(map(len, steps))
     return Figures(tokens / seconds, waited / tokens, step_s / 2 + prefill_s)
+
+
+def accept_length_of(rounds: Sequence[Round]) -> float:
+    """The accept_length of all verify steps; 1 without any."""
+    stats = summarise(event for one in rounds for answer in one.answers for event in answer.events)
+    return stats.accept_length if stats.verify_steps else 1.0
 
 
 def most_of(chosen: Sequence[Setting]) -> DraftShape:

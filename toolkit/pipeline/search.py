@@ -23,13 +23,15 @@ from toolkit.bench.search_table import print_search
 from toolkit.bench.step_times import ROUNDS, covering_shapes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.search_file import SEARCH, conditions
+from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
 from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.pipeline.search_uses import uses_of
 from toolkit.pipeline.stages import say
 from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
@@ -63,7 +65,7 @@ def search_head(
     largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
     prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
     target, draft = load_head(config)
-    draft.meta.pop("search", None)  # nothing starts from what an earlier search found
+    earlier = draft.meta.pop("search", None)  # nothing starts from what an earlier search found
     largest = supported_shapes(target, draft, largest)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     started = time.perf_counter()
@@ -87,8 +89,11 @@ def search_head(
     print_search(record)
     out = out or Path("runs") / f"search-{machine_name(record['hardware'])}.json"
     write_record(out, record)
-    found = _write_search(record, known, draft, config, target)
-    return [out] if found is None else [out, found]
+    found = _write_search(record, known, draft, config, target, earlier)
+    if found is None:
+        return [out]
+    print(uses_of(config, wanted.temperature, default_temperature(target), max(batches)))
+    return [out, found]
 
 
 def _write_search(
@@ -97,17 +102,22 @@ def _write_search(
     draft: DraftCheckpoint,
     config: EngineConfig,
     target: Target,
+    earlier: Mapping[str, Any] | None,
 ) -> Path | None:
-    """Write search.json into our own draft directory. Returns its path; None, and the log says why, if it cannot be."""
+    """Write search.json into our own draft directory, merged with `earlier`, its content so far. Returns its path;
+    None, and the log says why, if it cannot be."""
     why = _no_place(draft)
     if why is None:
         assert draft.path is not None, "_no_place has looked"
-        kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
-        holds_for = conditions(draft, config, target, record["settings"]["temperature"])
+        made = {key: record[key] for key in ("date", "commit", "settings")}
+        entries = {str(one["batch"]): {**record["best"][str(one["batch"])], "times": one, **made} for one in known}
+        new = {
+            **{key: record[key] for key in ("target", "hardware", "versions")},
+            "holds_for": conditions(draft, config, target),
+            "found": {kind_of_requests(record["settings"]["temperature"], config.verify): entries},
+        }
         try:
-            write_json(
-                draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known, "holds_for": holds_for}
-            )
+            write_json(draft.path / SEARCH, merged(earlier, new))
             return draft.path / SEARCH
         except OSError as error:
             why = f"{draft.path / SEARCH} cannot be written ({error.strerror})"

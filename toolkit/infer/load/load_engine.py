@@ -31,7 +31,7 @@ from toolkit.infer.load.load_draft import (
     target_source,
 )
 from toolkit.infer.load.lookup_file import lookup_of
-from toolkit.infer.load.search_file import SEARCH, found_setting, found_times, search_of
+from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -109,9 +109,9 @@ def build_engine(
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
     Without `shape` and `adaptive` it starts from what search.json found fastest, if that holds here. temperature: of
-    most requests; search.json of another kind of requests is not used. forced: see Engine; only in a single process.
-    The options that choose and load the models are not read. Raises ConfigError for a value out of range, and the
-    errors of Engine.
+    most requests; from a search of another kind of requests adaptive drafting takes the times alone. forced: see
+    Engine; only in a single process. The options that choose and load the models are not read. Raises ConfigError for a
+    value out of range, and the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
@@ -122,7 +122,7 @@ def build_engine(
         asked = temperature(target) if callable(temperature) else temperature
         search = search_of(draft, config, target, asked)
     if search is not None and adaptive and config.adaptive is None:
-        best = found_setting(search, config.max_running_requests)
+        best = search.setting(config.max_running_requests)
         if best != ADAPTIVE:
             adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"
             logger.info("%s, the fastest at every batch size in %s; `adaptive` chooses in every step", what, SEARCH)
@@ -144,7 +144,7 @@ def build_engine(
         forced=forced,
     )
     if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
-        engine.drafter.start_from(found_times(search, shape))
+        engine.drafter.start_from(search.arm_times(shape))
         logger.info("adaptive drafting starts from the times in %s", SEARCH)
     return LoadedEngine(engine, target, draft, shape, adaptive)
 
