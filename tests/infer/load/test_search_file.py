@@ -13,9 +13,10 @@ from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.adaptive import AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.searched_shape import SearchedShape
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft
-from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.load.load_engine import by_rows, load_engine
 from toolkit.infer.load.search_file import Found, arm_times, conditions, merged, search_of
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -121,7 +122,7 @@ def test_an_engine_starts_from_what_was_found(searched):
 )
 def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, settings, options, shape, adaptive):
     """Adaptive drafting that lost at every batch size would be slower than what was found. A batch larger than those
-    that were searched has no winner."""
+    that were searched has no winner: there it is adaptive."""
     draft = searched()
     found = read_json(draft / "search.json")
     for size, setting in zip(("1", "4"), settings, strict=True):
@@ -136,6 +137,39 @@ def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, 
     assert len(request.output_ids) == 8 and (shape or not any(event.offered for event in request.events))
     started = {"2,4,6": "every step drafts 2,4,6", None: "nothing is drafted"}.get(shape, "")
     assert started in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "winners"),
+    [
+        (("2,4,6", "3,1,4"), {}, {1: "2,4,6", 4: "3,1,4"}),
+        (("2,4,6", "plain"), {"max_running_requests": 3}, {1: "2,4,6", 4: "plain"}),
+        (("2,4,6", "adaptive"), {"max_running_requests": 9}, {1: "2,4,6", 4: "adaptive", 9: "adaptive"}),
+        (("plain", "plain"), {"max_running_requests": 8}, {1: "plain", 4: "plain", 8: "adaptive"}),
+        (("plain", "plain"), {"lookup": True}, {1: "plain", 4: "plain"}),
+        (("2,4,6", "3,1,4"), {"adaptive": True}, None),
+        (("adaptive", "adaptive"), {}, None),
+    ],
+)
+def test_winners_that_differ_are_drafted_by_running_rows(searched, caplog, monkeypatch, settings, options, winners):
+    """`toolkit search` without --batch finds the winner of one row; a server of 16 rows uses it while one runs."""
+    draft = searched()
+    found = read_json(draft / "search.json")
+    for size, setting in zip(("1", "4"), settings, strict=True):
+        found["found"]["greedy"][size]["setting"] = setting
+    write_json(draft / "search.json", found)
+    log_of(caplog, monkeypatch)
+    opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    opened.engine.close()
+    assert opened.adaptive and opened.shape == DraftShape(3, 8, 8)
+    assert isinstance(opened.engine.drafter.chooser, SearchedShape) == (winners is not None)
+    assert opened.winners == (winners or {})
+    if winners is not None:
+        assert opened.shape_name == f"by running requests ({by_rows(winners)})" and by_rows(winners) in caplog.text
+        if options.get("lookup") is None:
+            offered = {"2,4,6": {5}, "plain": {0}}[settings[0]]
+            assert {event.offered for event in request.events} == offered, "one row runs"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +225,7 @@ def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, o
     draft = searched(times or CHEAP)
     if times is None:
         (draft / "search.json").unlink()
-    opened = load_engine(EngineConfig(draft=draft))
+    opened = load_engine(EngineConfig(draft=draft, adaptive=True))
     assert isinstance(opened.engine.drafter, AdaptiveDrafter)
     request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     opened.engine.close()

@@ -43,14 +43,16 @@ class Found:
     best: Mapping[int, Mapping[str, Any]]
     times: Sequence[Mapping[str, Any]]
 
-    def setting(self, batch: int) -> str:
-        """Returns the setting that was the fastest at every batch size up to `batch`: a shape as text, or PLAIN.
+    def winners(self, batch: int) -> dict[int, str]:
+        """Returns the fastest settings of an engine with at most `batch` rows: a shape as text, PLAIN or ADAPTIVE.
 
-        ADAPTIVE if adaptive drafting was, if the fastest differ, or if no batch of this size was searched."""
-        sizes = sorted(self.best)
-        covering = next((size for size in sizes if size >= batch), None)
-        found = {self.best[size]["setting"] for size in sizes if covering is not None and size <= covering}
-        return str(found.pop()) if len(found) == 1 else ADAPTIVE
+        By the largest number of rows that they are for; with more rows than were searched, ADAPTIVE."""
+        found: dict[int, str] = {}
+        for size in sorted(self.best):
+            found[size] = str(self.best[size]["setting"])
+            if size >= batch:
+                return found
+        return {**found, batch: ADAPTIVE}
 
     def shape(self, batch: int) -> DraftShape:
         """Returns the fastest shape at the largest searched batch size up to `batch`, else at the smallest."""
