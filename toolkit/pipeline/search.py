@@ -18,7 +18,7 @@ from toolkit.bench.answers import Sampling
 from toolkit.bench.forecast import Surface, forecast_surface, shapes_of, supported_shapes
 from toolkit.bench.prompts import Prompt, limited
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
-from toolkit.bench.search import FINALISTS, Objective, Setting, confirm, finalists, most_of, predict, winner
+from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
 from toolkit.bench.step_times import ROUNDS, covering_shapes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -165,7 +165,7 @@ def search_settings(
         predictions = predict(surface, times)
         chosen = finalists(predictions, objective)
         with schedule.stage(f"end to end at batch {batch}", "answer") as show:
-            measured = confirm(target, draft, chosen, times, prompts, sampling, own, show)
+            measured = confirm(target, draft, chosen, times, prompts, sampling, own, objective, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
         rows += [_row(batch, by_name.get(one.name, one), one) for one in predictions]
@@ -181,7 +181,7 @@ def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int
     timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
     found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
     for batch in batches:
-        found += [(1 + ROUNDS) * (1 + len(timed)), (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
+        found += [(1 + ROUNDS) * (1 + len(timed)), PASSES * (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
     return found
 
 
