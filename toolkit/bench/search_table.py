@@ -18,6 +18,10 @@ SHOWN = 6  # settings of each batch size that are printed
 UNITS = {"tokens-per-s": "tokens/s", "itl": "itl ms", "ttft": "ttft ms"}
 # What stands above figures of end-to-end runs. No request arrives during such a run.
 RUN = {"tokens-per-s": "measured", "itl": "measured", "ttft": "estimated\nfrom runs"}
+NOTE = (
+    "adaptive is what a server does without settings: the head up to the best shapes, or lookup where the text repeats "
+    "itself. The other rows draft by the head alone."
+)
 
 
 def print_search(record: Mapping[str, Any], console: Console | None = None) -> None:
@@ -41,6 +45,7 @@ def print_search(record: Mapping[str, Any], console: Console | None = None) -> N
             )
         )
         console.print(_table(rows, found["setting"], settings["objective"]))
+    console.print(Text(NOTE))
 
 
 def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any], objective: Objective) -> str:
