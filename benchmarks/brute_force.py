@@ -20,20 +20,18 @@ from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
-from toolkit.bench.forecast import forecast_surface
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
-from toolkit.bench.search import confirm, finalists, measured_figures, predict, winner
+from toolkit.bench.search import Objective, accept_length_of, measured_figures
 from toolkit.bench.side_by_side import Mode, run_side_by_side
-from toolkit.bench.step_times import measure_step_times
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.pipeline.forecast import largest_shapes, load_head
+from toolkit.pipeline.search import search_settings
 from toolkit.threads import physical_cores, users_threads
 
-OBJECTIVE = "tokens-per-s"
+OBJECTIVE: Objective = "tokens-per-s"
 
 
 def main() -> int:
@@ -57,14 +55,15 @@ def main() -> int:
     largest = largest_shapes(args.top_k, args.num_steps, args.num_draft_tokens)
 
     started = time.perf_counter()
-    surface = forecast_surface(target, draft, prompts, largest, sampling, replace(config, max_running_requests=8))
-    texts = [one.question.prompt_ids for one in surface.references]
-    times = measure_step_times(target, draft, surface.shapes(), texts, config, sampling)
-    predictions = predict(surface, times)
-    measured = confirm(target, draft, finalists(predictions, OBJECTIVE), times, prompts, sampling, config)
-    pick = winner([one for one in measured if one.name != "adaptive"], OBJECTIVE)
+    surface, found, best, _ = search_settings(
+        target, draft, prompts, largest, sampling, config, [args.batch], OBJECTIVE
+    )
+    winner = best[str(args.batch)]
+    pick = (
+        winner["shape"] if winner["setting"] == ADAPTIVE else winner["setting"]
+    )  # brute force runs no adaptive drafting
     searched = time.perf_counter() - started
-    print(f"search: {searched:.0f} s, pick {pick.name}", flush=True)
+    print(f"search: {searched:.0f} s, pick {pick}", flush=True)
 
     started = time.perf_counter()
     settings = replace(config, prefix_cache=False, verify="target", adaptive=False)
@@ -77,31 +76,33 @@ def main() -> int:
         rounds = run_side_by_side(modes, target.tokenizer, prompts, sampling, batch=args.batch, warmup=1)
     forced = time.perf_counter() - started
     rows = []
-    for one in predictions:
-        own = [done for done in rounds if done.mode == one.name]
-        found = summarise(event for done in own for answer in done.answers for event in answer.events)
+    for one in found:
+        if one["setting"] == ADAPTIVE:
+            continue
+        own = [done for done in rounds if done.mode == one["setting"]]
+        drafts = one["setting"] != PLAIN
         rows.append(
             {
-                "setting": one.name,
-                "forecast_accept_length": one.accept_length if one.shape else None,
-                "accept_length": found.accept_length if one.shape else 1.0,
-                "predicted_tokens_per_s": one.predicted.tokens_per_s if one.predicted else None,
+                "setting": one["setting"],
+                "forecast_accept_length": one["forecast_accept_length"] if drafts else None,
+                "accept_length": accept_length_of(own),
+                "predicted_tokens_per_s": one["predicted_tokens_per_s"],
                 "measured_tokens_per_s": measured_figures(own).tokens_per_s,
             }
         )
     rows.sort(key=lambda row: -row["measured_tokens_per_s"])
-    picked = next(row for row in rows if row["setting"] == pick.name)
-    exact = sum(row["forecast_accept_length"] == row["accept_length"] for row in rows if row["setting"] != "plain")
+    picked = next(row for row in rows if row["setting"] == pick)
+    exact = sum(row["forecast_accept_length"] == row["accept_length"] for row in rows if row["setting"] != PLAIN)
     summary = {
         "settings": len(rows) - 1,
         "search_s": searched,
         "brute_force_s": forced,
-        "pick": pick.name,
+        "pick": pick,
         "best": rows[0]["setting"],
         "pick_of_best": picked["measured_tokens_per_s"] / rows[0]["measured_tokens_per_s"],
         "exact_forecasts": exact,
         "largest_difference": max(
-            abs(row["forecast_accept_length"] - row["accept_length"]) for row in rows if row["setting"] != "plain"
+            abs(row["forecast_accept_length"] - row["accept_length"]) for row in rows if row["setting"] != PLAIN
         ),
     }
     for name, value in summary.items():

@@ -20,6 +20,7 @@ from toolkit.bench.search import (
     measured_figures,
     most_of,
     predict,
+    told_apart,
     winner,
 )
 from toolkit.bench.side_by_side import BenchError
@@ -124,6 +125,62 @@ def test_measured_figures_of_rounds():
     assert figures == Figures(0.8, (10.0 + 5.0) / 8, 2.5 / 2 + 1.5)
 
 
+def rounds_of(seconds: dict[str, list[float]], prompts: int) -> list[Round]:
+    """Two-turn answers of 10 tokens, each prompt alone; seconds: by mode, of the first turn in each pass and prompt."""
+    found = []
+    for place in range(len(seconds["plain"])):
+        prompt = replace(PROMPTS[1], question_id=str(place % prompts))
+        for turn, factor in ((0, 1.0), (1, 0.5)):
+            for mode, of_mode in seconds.items():
+                event = VerifyEvent(1, 1, 1, 2, False, 0.0, 0.0, 0.0, 2)
+                answer = LoggedAnswer(Question(prompt, turn, (1,), SamplingParams()), (0,) * 11, (event,) * 5)
+                found.append(Round(mode, (answer,), 0.1, factor * of_mode[place], 10))
+    return found
+
+
+def test_the_best_two_are_told_apart_by_pairs():
+    """The machine slows by 3x during the run, alike for both: unpaired, nothing would be known. With noise of a tenth
+    in each pair nothing is known either; a difference far above CLOSE is. The third setting does not matter."""
+    slow = np.linspace(1, 3, 12)
+    noise = 1 + 0.1 * np.resize([1, -1, 1, 1, -1, -1, 1], 12)
+    worse = {"plain": list(9 * slow * noise)}
+    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow)}, 6), "tokens-per-s")
+    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow)}, 6), "itl")
+    assert not told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow * noise)}, 6), "tokens-per-s")
+    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.5 * slow * noise)}, 6), "tokens-per-s")
+    assert not told_apart(rounds_of({"plain": [1.0] * 4, "a": [1.0] * 4}, 4), "tokens-per-s"), "four pairs are too few"
+    assert told_apart(rounds_of({"plain": [1.0] * 5, "a": [1.0] * 5}, 5), "tokens-per-s"), "a prompt's turns are a unit"
+
+
+@pytest.mark.parametrize(("known_after", "passes"), [(1, 1), (2, 2), (99, 3)])
+def test_finalists_run_until_the_best_two_are_told_apart(
+    surface, tiny_target, tiny_draft, monkeypatch, known_after, passes
+):
+    """Every setting runs as often as the others, at most three times, and its figures are those of all passes."""
+    seen: list[int] = []
+
+    def known(rounds, objective):
+        seen.append(len(rounds))
+        return objective == "itl" and len(seen) == known_after
+
+    monkeypatch.setattr("toolkit.bench.search.told_apart", known)
+    chosen = finalists(predict(surface, replace(made_up(1), drafts=AnyParts(), verifies=AnyParts())), "itl")[:1]
+    shown: list[tuple[int, int]] = []
+    times = replace(made_up(1), drafts={}, verifies={})
+    run = [tiny_target, tiny_draft, chosen, times, PROMPTS, Sampling(6, 0.0, 0), EngineConfig(max_running_requests=1)]
+    measured = confirm(*run, "itl", lambda *now: shown.append(now))
+    once = 3 * 4  # plain, adaptive and one finalist answer four turns
+    assert seen == [once * n for n in range(1, passes + 1)] and len(measured) == 3
+    assert [done for done, _ in shown] == list(range(1, passes * once + 1)) and {all for _, all in shown} == {3 * once}
+
+
+class AnyParts(dict):
+    """The same seconds for every shape."""
+
+    def __missing__(self, key):
+        return (1.0, 0.1) if isinstance(key[0], bool) else 0.1
+
+
 @pytest.fixture(scope="module")
 def surface(tiny_target, tiny_draft):
     config = EngineConfig(max_running_requests=2)
@@ -162,6 +219,11 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
     assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
     assert temperatures == {temperature}
     assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
+    if temperature == 0:  # float32 and the same prompts: what is counted is what was forecast of these answers
+        shortened = forecast_surface(tiny_target, tiny_draft, full_groups(PROMPTS, batch), LARGEST, sampling, config)
+        assert [one.accept_length for one in measured[2:]] == pytest.approx(
+            [shortened.forecast(one.shape).accept_length for one in chosen]
+        )
 
 
 def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):

@@ -8,13 +8,18 @@ by measurement.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, Literal
 
+import numpy as np
+
 from toolkit.bench.answers import Round, Sampling
+from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
@@ -24,13 +29,15 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times
+from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.targets.target import Target
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]
 FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}
 FINALISTS = 3  # shapes that are run end to end at each batch size
-CLOSE = 0.03  # difference of two end-to-end runs that is within noise
+CLOSE = 0.03  # difference of two settings that does not matter
+PASSES = 3  # over the prompts at most, until the difference of the best two is known
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,15 @@ def confirm(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     config: EngineConfig,
+    objective: Objective = "tokens-per-s",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Setting]:
     """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
 
-    Adaptive drafting starts from the measured times, as it will be served. Prompts are repeated until every group of
-    `times.batch` is full. Returns the settings with measured figures.
+    Adaptive drafting starts from the measured times and has lookup, as it will be served. Prompts are repeated until
+    every group of `times.batch` is full. All run again until the difference between the best two is known (told_apart),
+    at most PASSES times. on_progress(done, total): counts answers, of PASSES in total. Returns the settings with
+    measured figures.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     shapes = [one.shape for one in chosen if one.shape is not None]
@@ -118,18 +128,38 @@ def confirm(
         modes = [Mode(engine(None, None), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape) for shape in shapes]
         full = full_groups(prompts, times.batch)
-        rounds = run_side_by_side(
-            modes, target.tokenizer, full, sampling, batch=times.batch, warmup=1, on_progress=on_progress
-        )
+        rounds: list[Round] = []
+        for left in range(PASSES, 0, -1):
+            answered = sum(len(one.answers) for one in rounds)
+            show = None if on_progress is None else partial(_show, on_progress, answered, left)
+            rounds += run_side_by_side(
+                modes,
+                target.tokenizer,
+                full,
+                sampling,
+                batch=times.batch,
+                warmup=1 if left == PASSES else 0,
+                on_progress=show,
+            )
+            if told_apart(rounds, objective):
+                break
     settings = {one.shape.name: one for one in chosen if one.shape is not None}
     plain = Setting(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
     settings |= {PLAIN: plain, ADAPTIVE: Setting(ADAPTIVE, most, 1.0, None, None)}
-    found = []
-    for mode in modes:
-        own = [one for one in rounds if one.mode == mode.name]
-        measured = measured_figures(own)
-        found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
-    return found
+    run = _by_mode(rounds)
+    return [
+        replace(
+            settings[mode.name],
+            measured=measured_figures(run[mode.name]),
+            accept_length=accept_length_of(run[mode.name]),
+        )
+        for mode in modes
+    ]
+
+
+def _show(on_progress: Callable[[int, int], None], before: int, passes: int, done: int, total: int) -> None:
+    """Shows answers of a pass among those of all: `before` in the earlier ones, `passes` times `total` from it on."""
+    on_progress(before + done, before + passes * total)
 
 
 def full_groups(prompts: Sequence[Prompt], batch: int) -> list[Prompt]:
@@ -142,19 +172,59 @@ def full_groups(prompts: Sequence[Prompt], batch: int) -> list[Prompt]:
 def measured_figures(rounds: Sequence[Round]) -> Figures:
     """Figures of end-to-end rounds. itl: steps of every answer times seconds of a step, by its tokens. ttft: half a
     step, and the seconds until a prompt's first token."""
-    tokens, seconds = sum(one.decode_tokens for one in rounds), sum(one.decode_s for one in rounds)
-    steps = [[len(answer.events) for answer in one.answers] for one in rounds]
-    waited = sum(one.decode_s * sum(own) / max(1, *own) for one, own in zip(rounds, steps, strict=True))
-    step_s = seconds / max(1, sum(max(own) for own in steps))
-    prefill_s = sum(one.prefill_s for one in rounds) / sum(map(len, steps))
-    return Figures(tokens / seconds, waited / tokens, step_s / 2 + prefill_s)
+    return _figures(*map(sum, zip(*map(_numbers, rounds), strict=True)))
+
+
+def _numbers(one: Round) -> tuple[float, ...]:
+    """Returns tokens, seconds, seconds that its answers waited in all, steps, seconds of prompts and answers."""
+    own = [len(answer.events) for answer in one.answers]
+    steps = max(own)
+    waited = one.decode_s * sum(own) / max(1, steps)
+    return one.decode_tokens, one.decode_s, waited, steps, one.prefill_s, len(own)
+
+
+def _figures(tokens: Any, seconds: Any, waited: Any, steps: Any, prefill_s: Any, answers: Any) -> Figures:
+    """Takes sums of `_numbers`, or arrays of such sums."""
+    return Figures(tokens / seconds, waited / tokens, seconds / np.maximum(1, steps) / 2 + prefill_s / answers)
+
+
+def told_apart(rounds: Sequence[Round], objective: Objective) -> bool:
+    """Returns whether the interval of the relative difference between the best two settings is narrower than CLOSE, or
+    lies above it.
+
+    They ran in turns, so each group of prompts in each pass is a pair; its turns are one unit. False with few pairs.
+    """
+    run = _by_mode(rounds)
+    ranked = sorted(run.values(), key=lambda own: measured_figures(own).score(objective), reverse=True)
+    pairs: dict[tuple[str, int], Any] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for ours, theirs in zip(*ranked[:2], strict=True):
+        question = ours.answers[-1].question  # of the conversation with the most turns
+        seen[question.prompt.question_id, question.turn] += 1
+        unit = question.prompt.question_id, seen[question.prompt.question_id, question.turn]
+        pairs[unit] = pairs.get(unit, 0) + np.array([*_numbers(ours), *_numbers(theirs)])
+    if len(pairs) < LEAST_GROUPS:
+        return False
+
+    def difference(*sums: Any) -> Any:
+        ours, theirs = (_figures(*sums[at : at + 6]).score(objective) for at in (0, 6))
+        return (ours - theirs) / abs(ours)
+
+    low, high = resampled_interval(list(pairs.values()), difference)
+    return high - low < CLOSE or low > CLOSE
+
+
+def _by_mode(rounds: Sequence[Round]) -> dict[str, list[Round]]:
+    run: dict[str, list[Round]] = {}
+    for one in rounds:
+        run.setdefault(one.mode, []).append(one)
+    return run
 
 
 def accept_length_of(rounds: Sequence[Round]) -> float:
-    """Tokens committed per step that drafted and was not cut; 1 without such steps."""
-    events = [event for one in rounds for answer in one.answers for event in answer.events]
-    drafted = [event.committed for event in events if event.offered and not event.truncated]
-    return sum(drafted) / len(drafted) if drafted else 1.0
+    """The accept_length of all verify steps; 1 without any."""
+    stats = summarise(event for one in rounds for answer in one.answers for event in answer.events)
+    return stats.accept_length if stats.verify_steps else 1.0
 
 
 def most_of(chosen: Sequence[Setting]) -> DraftShape:

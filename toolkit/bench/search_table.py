@@ -11,21 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.search import FIGURES, Objective
+from toolkit.bench.table import wide_console
 from toolkit.infer.request.draft_tree import PLAIN
 
 SHOWN = 6  # settings of each batch size that are printed
 UNITS = {"tokens-per-s": "tokens/s", "itl": "itl ms", "ttft": "ttft ms"}
 # What stands above figures of end-to-end runs. No request arrives during such a run.
 RUN = {"tokens-per-s": "measured", "itl": "measured", "ttft": "estimated\nfrom runs"}
-WIDTH_WITHOUT_TERMINAL = 122
+NOTE = (
+    "adaptive is what a server does without settings: the head up to the best shapes, or lookup where the text repeats "
+    "itself. The other rows draft by the head alone."
+)
 
 
 def print_search(record: Mapping[str, Any], console: Console | None = None) -> None:
     """Print, for each batch size, the settings that were run end to end and the next best predictions."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = console or wide_console()
     settings = record["settings"]
     console.print(
         Text(
@@ -44,6 +45,7 @@ def print_search(record: Mapping[str, Any], console: Console | None = None) -> N
             )
         )
         console.print(_table(rows, found["setting"], settings["objective"]))
+    console.print(Text(NOTE))
 
 
 def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any], objective: Objective) -> str:

@@ -17,11 +17,11 @@ from rich.text import Text
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.forecast import Surface
 from toolkit.bench.records import make_record
+from toolkit.bench.table import wide_console
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.targets.target import Target
 from toolkit.weights import atomic_write
 
-WIDTH_WITHOUT_TERMINAL = 122
 Row = Mapping[str, Any]
 
 
@@ -61,10 +61,7 @@ def forecast_record(
 
 def print_surface(record: Row, console: Console | None = None) -> None:
     """Print a table for each top_k: levels downwards, verified nodes to the right."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = console or wide_console()
     settings, rows = record["settings"], record["rows"]
     console.print(
         Text(

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The forecast of every shape (`toolkit forecast`) times measured seconds of a round give predicted speeds; the "
         "best are run end to end. The winners and the times are written into the draft directory (search.json), from "
         "which serve, chat, LLM and bench start on the same machine: for greedy requests, or with --temperature for "
-        "sampled ones."
+        "sampled ones. Searches of both kinds and of several batch sizes are kept side by side."
     )
 
 

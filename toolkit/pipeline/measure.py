@@ -25,7 +25,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
-from toolkit.infer.load.search_file import SEARCH, found_shape, largest_found, search_of
+from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.pipeline.forecast import prompts_from
@@ -107,8 +107,8 @@ def measure_head(
     found = None
     if searched and isinstance(draft, DraftCheckpoint):
         found = search_of(draft, config, target, wanted.temperature)
-    if found is not None:
-        best, adaptive = found_shape(found, config.max_running_requests), largest_found(found)
+    if found is not None and found.best:
+        best, adaptive = found.shape(config.max_running_requests), found.largest
         say(f"The shapes are those of {config.draft}/{SEARCH} for batch {config.max_running_requests}:")
         say(f"adaptive up to {adaptive.as_text()}, and {best.as_text()} in every step.")
         wanted = replace(wanted, shapes=(ADAPTIVE, best.as_text()))

@@ -18,18 +18,20 @@ from toolkit.bench.answers import Sampling
 from toolkit.bench.forecast import Surface, forecast_surface, shapes_of, supported_shapes
 from toolkit.bench.prompts import Prompt, limited
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
-from toolkit.bench.search import FINALISTS, Objective, Setting, confirm, finalists, most_of, predict, winner
+from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
 from toolkit.bench.step_times import ROUNDS, covering_shapes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.search_file import SEARCH, conditions
+from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
 from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.pipeline.search_uses import uses_of
 from toolkit.pipeline.stages import say
 from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
@@ -63,11 +65,11 @@ def search_head(
     largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
     prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
     target, draft = load_head(config)
-    draft.meta.pop("search", None)  # nothing starts from what an earlier search found
+    earlier = draft.meta.pop("search", None)  # nothing starts from what an earlier search found
     largest = supported_shapes(target, draft, largest)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     started = time.perf_counter()
-    surface, rows, best, known = _search(target, draft, prompts, largest, sampling, config, batches, objective)
+    surface, rows, best, known = search_settings(target, draft, prompts, largest, sampling, config, batches, objective)
     settings = {
         "objective": objective,
         "batches": list(batches),
@@ -87,8 +89,11 @@ def search_head(
     print_search(record)
     out = out or Path("runs") / f"search-{machine_name(record['hardware'])}.json"
     write_record(out, record)
-    found = _write_search(record, known, draft, config, target)
-    return [out] if found is None else [out, found]
+    found = _write_search(record, known, draft, config, target, earlier)
+    if found is None:
+        return [out]
+    print(uses_of(config, wanted.temperature, default_temperature(target), max(batches)))
+    return [out, found]
 
 
 def _write_search(
@@ -97,17 +102,22 @@ def _write_search(
     draft: DraftCheckpoint,
     config: EngineConfig,
     target: Target,
+    earlier: Mapping[str, Any] | None,
 ) -> Path | None:
-    """Write search.json into our own draft directory. Returns its path; None, and the log says why, if it cannot be."""
+    """Write search.json into our own draft directory, merged with `earlier`, its content so far. Returns its path;
+    None, and the log says why, if it cannot be."""
     why = _no_place(draft)
     if why is None:
         assert draft.path is not None, "_no_place has looked"
-        kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
-        holds_for = conditions(draft, config, target, record["settings"]["temperature"])
+        made = {key: record[key] for key in ("date", "commit", "settings")}
+        entries = {str(one["batch"]): {**record["best"][str(one["batch"])], "times": one, **made} for one in known}
+        new = {
+            **{key: record[key] for key in ("target", "hardware", "versions")},
+            "holds_for": conditions(draft, config, target),
+            "found": {kind_of_requests(record["settings"]["temperature"], config.verify): entries},
+        }
         try:
-            write_json(
-                draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known, "holds_for": holds_for}
-            )
+            write_json(draft.path / SEARCH, merged(earlier, new))
             return draft.path / SEARCH
         except OSError as error:
             why = f"{draft.path / SEARCH} cannot be written ({error.strerror})"
@@ -127,7 +137,7 @@ def _no_place(draft: DraftCheckpoint) -> str | None:
     return None
 
 
-def _search(
+def search_settings(
     target: Target,
     draft: DraftCheckpoint,
     prompts: Sequence[Prompt],
@@ -137,7 +147,8 @@ def _search(
     batches: Sequence[int],
     objective: Objective,
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Returns the surface, the record's rows, the best setting by batch size, and the times for adaptive drafting."""
+    """Search over loaded models, with progress. Returns the surface, the record's rows, the best setting by batch size,
+    and the times for adaptive drafting."""
     forecasting = replace(config, max_running_requests=FORECAST_BATCH)
     schedule = _Schedule(_planned_rounds(largest, sum(len(one.turns) for one in prompts), sampling.max_tokens, batches))
     with schedule.stage("forecast", "answer") as show:
@@ -154,7 +165,7 @@ def _search(
         predictions = predict(surface, times)
         chosen = finalists(predictions, objective)
         with schedule.stage(f"end to end at batch {batch}", "answer") as show:
-            measured = confirm(target, draft, chosen, times, prompts, sampling, own, show)
+            measured = confirm(target, draft, chosen, times, prompts, sampling, own, objective, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
         rows += [_row(batch, by_name.get(one.name, one), one) for one in predictions]
@@ -170,7 +181,7 @@ def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int
     timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
     found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
     for batch in batches:
-        found += [(1 + ROUNDS) * (1 + len(timed)), (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
+        found += [(1 + ROUNDS) * (1 + len(timed)), PASSES * (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
     return found
 
 

@@ -13,10 +13,11 @@ from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.adaptive import AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.searched_shape import SearchedShape
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft
-from toolkit.infer.load.load_engine import load_engine
-from toolkit.infer.load.search_file import arm_times, conditions, found_shape, found_times, largest_found, search_of
+from toolkit.infer.load.load_engine import by_rows, load_engine
+from toolkit.infer.load.search_file import Found, arm_times, conditions, merged, search_of
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -50,10 +51,15 @@ def searched(draft, tiny_target_directory):
         opened = load_engine(config)
         opened.engine.close()
         held = conditions(opened.draft, config, opened.target)
-        write_json(draft / "search.json", {"date": "today", "best": BEST, "times": [times], "holds_for": held})
+        found = {size: one | {"times": times | {"batch": int(size)}} for size, one in BEST.items()}
+        write_json(draft / "search.json", {"holds_for": held, "found": {"greedy": found}})
         return draft
 
     return write
+
+
+def found_of(best, times=()) -> Found:
+    return Found({int(size): one for size, one in best.items()}, times)
 
 
 def log_of(caplog, monkeypatch) -> None:
@@ -64,16 +70,16 @@ def log_of(caplog, monkeypatch) -> None:
 @pytest.mark.parametrize(("batch", "shape"), [(1, "2,4,6"), (2, "2,4,6"), (3, "2,4,6"), (4, "3,1,4"), (64, "3,1,4")])
 def test_a_batch_between_two_takes_the_smaller_ones_shape(batch, shape):
     """A larger batch verifies fewer nodes for free; the shape of one that was searched is never too large for it."""
-    assert found_shape({"best": BEST}, batch).as_text() == shape
-    assert found_shape({"best": {"4": BEST["4"], "16": BEST["1"]}}, 2).as_text() == "3,1,4", "the smallest searched"
-    assert largest_found({"best": BEST}) == DraftShape(3, 8, 8)
+    assert found_of(BEST).shape(batch).as_text() == shape
+    assert found_of({"4": BEST["4"], "16": BEST["1"]}).shape(2).as_text() == "3,1,4", "the smallest searched"
+    assert found_of(BEST).largest == DraftShape(3, 8, 8)
 
 
 def test_times_of_the_shapes_to_choose_from():
     """The usual shapes below the largest one and the best ones, each with both of its parts; a plain round a batch."""
     most = DraftShape(2, 8, 8)
     assert DraftShape(2, 4, 6) not in smaller_shapes(most), "the best shape is none of the usual ones"
-    found = found_times({"best": BEST, "times": [CHEAP, DEAR | {"batch": 4}]}, most)
+    found = found_of(BEST, [CHEAP, DEAR | {"batch": 4}]).arm_times(most)
     assert [one for one in found if one.arm is None] == [(1, None, 0, 1.0), (4, None, 0, 1.0)]
     assert {one.arm.as_text(): (one.draft_s, one.verify_s) for one in found if one.arm and one.batch == 1} == {
         "2,8,8": (0.01, 1.03),
@@ -116,11 +122,11 @@ def test_an_engine_starts_from_what_was_found(searched):
 )
 def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, settings, options, shape, adaptive):
     """Adaptive drafting that lost at every batch size would be slower than what was found. A batch larger than those
-    that were searched has no winner."""
+    that were searched has no winner: there it is adaptive."""
     draft = searched()
     found = read_json(draft / "search.json")
     for size, setting in zip(("1", "4"), settings, strict=True):
-        found["best"][size]["setting"] = setting
+        found["found"]["greedy"][size]["setting"] = setting
     write_json(draft / "search.json", found)
     log_of(caplog, monkeypatch)
     opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
@@ -134,30 +140,83 @@ def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "verify", "says"),
+    ("settings", "options", "winners"),
     [
-        (0.0, 0.0, "block", None),
-        (0.0, 0.7, "auto", "requests greedy, here sampled, verify target"),
-        (0.7, 1.0, "auto", None),
-        (0.7, 0.0, "auto", "requests sampled, verify target, here greedy"),
-        (0.7, 0.7, "block", "requests sampled, verify target, here sampled, verify block"),
-        (0.0, lambda target: 1.0, "target", "requests greedy, here sampled, verify target"),
+        (("2,4,6", "3,1,4"), {}, {1: "2,4,6", 4: "3,1,4"}),
+        (("2,4,6", "plain"), {"max_running_requests": 3}, {1: "2,4,6", 4: "plain"}),
+        (("2,4,6", "adaptive"), {"max_running_requests": 9}, {1: "2,4,6", 4: "adaptive", 9: "adaptive"}),
+        (("plain", "plain"), {"max_running_requests": 8}, {1: "plain", 4: "plain", 8: "adaptive"}),
+        (("plain", "plain"), {"lookup": True}, {1: "plain", 4: "plain"}),
+        (("2,4,6", "3,1,4"), {"adaptive": True}, None),
+        (("adaptive", "adaptive"), {}, None),
     ],
 )
-def test_a_search_holds_for_greedy_or_for_sampled_requests(searched, caplog, monkeypatch, made, asked, verify, says):
-    """Sampled requests lose drafts, and their rounds take longer: what is best for one kind may lose for the other."""
+def test_winners_that_differ_are_drafted_by_running_rows(searched, caplog, monkeypatch, settings, options, winners):
+    """`toolkit search` without --batch finds the winner of one row; a server of 16 rows uses it while one runs."""
     draft = searched()
-    opened = load_engine(EngineConfig(draft=draft, shape="2,1,3"))
-    opened.engine.close()
     found = read_json(draft / "search.json")
-    found["best"] = {"1": BEST["1"] | {"setting": "2,1,3", "adaptive_shape": "2,1,3"}}
-    found["holds_for"] = conditions(opened.draft, EngineConfig(draft=draft), opened.target, made)
+    for size, setting in zip(("1", "4"), settings, strict=True):
+        found["found"]["greedy"][size]["setting"] = setting
     write_json(draft / "search.json", found)
     log_of(caplog, monkeypatch)
+    opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    opened.engine.close()
+    assert opened.adaptive and opened.shape == DraftShape(3, 8, 8)
+    assert isinstance(opened.engine.drafter.chooser, SearchedShape) == (winners is not None)
+    assert opened.winners == (winners or {})
+    if winners is not None:
+        assert opened.shape_name == f"by running requests ({by_rows(winners)})" and by_rows(winners) in caplog.text
+        if options.get("lookup") is None:
+            offered = {"2,4,6": {5}, "plain": {0}}[settings[0]]
+            assert {event.offered for event in request.events} == offered, "one row runs"
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "verify", "says"),
+    [
+        ("greedy", 0.0, "block", None),
+        ("greedy", 0.7, "auto", "requests greedy, here sampled, verify target"),
+        ("sampled, verify target", 1.0, "auto", None),
+        ("sampled, verify target", 0.0, "auto", "requests sampled, verify target, here greedy"),
+        ("sampled, verify target", 0.7, "block", "requests sampled, verify target, here sampled, verify block"),
+        ("greedy", lambda target: 1.0, "target", "requests greedy, here sampled, verify target"),
+    ],
+)
+def test_settings_hold_for_greedy_or_for_sampled_requests(searched, caplog, monkeypatch, made, asked, verify, says):
+    """Sampled requests lose drafts: what is best for one kind may lose for the other. Costs differ little, so for the
+    other kind adaptive drafting knows them in its first round, with the shapes it has without a search."""
+    draft = searched(CHEAP | {"drafts": {"2,1": 0.01}, "verifies": {"chain,3": 1.01}})
+    found = read_json(draft / "search.json")
+    entries = {"1": found["found"]["greedy"]["1"] | {"setting": "2,1,3", "adaptive_shape": "2,1,3"}}
+    write_json(draft / "search.json", found | {"found": {made: entries}})
+    log_of(caplog, monkeypatch)
     again = load_engine(EngineConfig(draft=draft, max_running_requests=1, verify=verify), asked)
+    request = again.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     again.engine.close()
     assert again.adaptive == (says is not None)
-    assert "search.json is not used, since it was made with " + says in caplog.text if says else not again.adaptive
+    assert request.events[0].offered > 0, "without times the first rounds are plain"
+    if says:
+        assert again.shape == DraftShape.chain(4)
+        assert f"settings in {draft}/search.json are not used, since it was made with {says}" in caplog.text
+        assert "adaptive drafting starts from the times in search.json" in caplog.text
+
+
+def test_searches_of_other_kinds_and_batch_sizes_are_kept(searched, caplog, monkeypatch):
+    """A search of sampled requests after one of greedy requests would else forget the first."""
+    earlier = read_json(searched() / "search.json")
+    log_of(caplog, monkeypatch)
+    caplog.clear()
+    greedy = earlier["found"]["greedy"]
+    other = merged(earlier, earlier | {"found": {"sampled, verify target": {"16": greedy["1"]}}, "hardware": "new"})
+    assert other["found"] == {"greedy": greedy, "sampled, verify target": {"16": greedy["1"]}}
+    again = merged(other, earlier | {"found": {"greedy": {"4": greedy["1"]}}})
+    assert again["found"]["greedy"] == {"1": greedy["1"], "4": greedy["1"]} and other["hardware"] == "new"
+    assert merged(None, earlier) == earlier and not caplog.text
+    elsewhere = earlier | {"holds_for": earlier["holds_for"] | {"torch_threads": 9}}
+    assert merged(elsewhere, earlier) == earlier
+    assert "earlier searches in search.json are replaced: they were made with torch_threads 9, here 1" in caplog.text
+    assert merged({"best": {}}, earlier) == earlier and "an earlier version of `toolkit search`" in caplog.text
 
 
 @pytest.mark.parametrize(("times", "offered"), [(None, [0, 0]), (CHEAP, None), (DEAR, [0, 0])])
@@ -166,7 +225,7 @@ def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, o
     draft = searched(times or CHEAP)
     if times is None:
         (draft / "search.json").unlink()
-    opened = load_engine(EngineConfig(draft=draft))
+    opened = load_engine(EngineConfig(draft=draft, adaptive=True))
     assert isinstance(opened.engine.drafter, AdaptiveDrafter)
     request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     opened.engine.close()
@@ -176,7 +235,7 @@ def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, o
 
 def test_the_best_shapes_are_chosen_from_too():
     """They may be none of the usual shapes below the largest one; those that exceed a smaller limit are not."""
-    known = found_times({"best": BEST, "times": [CHEAP]}, DraftShape(3, 8, 8))
+    known = found_of(BEST, [CHEAP]).arm_times(DraftShape(3, 8, 8))
     chooser = AdaptiveShape(DraftShape(3, 8, 8), known)
     assert DraftShape(2, 4, 6) in chooser.shapes
     assert chooser.choose([Request([1], SamplingParams())]) is not None
@@ -192,15 +251,16 @@ def test_the_best_shapes_are_chosen_from_too():
         ({"weights": "0" * 64}, "weights 000000000000.., here "),
         ({"token_map": "1" * 64}, "token_map 111111111111.., here "),
         ({"cuda_graph_max_bs": 8}, "cuda_graph_max_bs 8, here None"),
-        (None, "weights None, here "),
+        (None, "an earlier version of `toolkit search`"),
     ],
 )
 def test_a_search_elsewhere_is_not_used_and_the_log_says_why(searched, caplog, monkeypatch, changed, says):
     """Shapes and times of another machine, head or engine would be wrong without a trace. None: an older file."""
     draft = searched()
     found = read_json(draft / "search.json")
-    found["holds_for"] = {} if changed is None else found["holds_for"] | changed
-    write_json(draft / "search.json", found)
+    older = {"best": BEST, "times": [CHEAP], "holds_for": found["holds_for"]}
+    found["holds_for"] |= changed or {}
+    write_json(draft / "search.json", older if changed is None else found)
     log_of(caplog, monkeypatch)
     opened = load_engine(EngineConfig(draft=draft))
     opened.engine.close()
@@ -220,7 +280,8 @@ def test_a_search_with_a_token_map_holds_with_that_map(
     mapped = EngineConfig(draft=draft, token_map=tmp_path / "a.pt")
     opened = load_engine(mapped)
     opened.engine.close()
-    found = {"best": BEST, "times": [CHEAP], "holds_for": conditions(opened.draft, mapped, opened.target)}
+    entries = {size: one | {"times": CHEAP} for size, one in BEST.items()}
+    found = {"found": {"greedy": entries}, "holds_for": conditions(opened.draft, mapped, opened.target)}
     log_of(caplog, monkeypatch)
     for name, holds in (("a.pt", True), ("b.pt", True), ("c.pt", False), (None, False)):
         config = EngineConfig(draft=draft, token_map=None if name is None else tmp_path / name)

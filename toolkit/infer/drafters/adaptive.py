@@ -29,7 +29,7 @@ Choices depend on the clock. In float32 tokens do not; in bfloat16 they are equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import get_num_threads
 
@@ -75,14 +75,14 @@ class AdaptiveShape:
     """Chooses an arm for every round and learns from its result.
 
     most: the largest shape. known: times that were measured before, of shapes to choose from beside the usual ones;
-    without any, the first rounds are plain.
+    without any, the first rounds are plain. more: further shapes to choose from.
     probe_due: after `choose` returned None, whether this round must probe the head. `probed` takes the probe's ranks.
     """
 
-    def __init__(self, most: DraftShape, known: Sequence[ArmTime] = ()) -> None:
+    def __init__(self, most: DraftShape, known: Sequence[ArmTime] = (), more: Iterable[DraftShape] = ()) -> None:
         self.most = most
         searched = [one.arm for one in known if one.arm is not None and one.arm.fits_in(most)]
-        self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched]))
+        self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched, *more]))
         self._widths = sorted({1, *(one.top_k for one in self.shapes)})
         self.widest = self._widths[-1]
         self._costs = StepCosts()
@@ -118,11 +118,7 @@ class AdaptiveShape:
         lookup: by row, the expected accept_length of lookup's draft by depth. A LookupArm is returned if lookup drafts
         in some rows: then `depths` has its depth by row (0: none).
         """
-        self._rounds += 1
-        self._trial_pace = None
-        if self._threads != get_num_threads():
-            self._threads, self._plain_rounds, self._account = get_num_threads(), 0, None
-            self._costs.forget()
+        self._begin()
         arm: Shape = None
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
@@ -132,6 +128,18 @@ class AdaptiveShape:
         self.probe_due = self._unread >= (self._probe_after if arm is None or self._gap == FIRST_PROBE else SOON)
         if self.probe_due:
             arm = self._trial_pace = None
+        return self._run(requests, arm, lookup)
+
+    def _begin(self) -> None:
+        """Begins a round."""
+        self._rounds += 1
+        self._trial_pace = None
+        if self._threads != get_num_threads():
+            self._threads, self._plain_rounds, self._account = get_num_threads(), 0, None
+            self._costs.forget()
+
+    def _run(self, requests: Sequence[Request], arm: Shape, lookup: Lengths) -> Arm:
+        """Returns the arm of the round: `arm`, or where lookup drafts too and that is faster, a LookupArm."""
         self._chosen = arm
         if lookup and not self.probe_due and self._trial_pace is None and self._plain_rounds >= FIRST_ROUNDS:
             if (found := self._with_lookup(requests, arm, lookup)) is not None:

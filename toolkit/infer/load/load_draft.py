@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import DEFAULT_SHAPE
 from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
-from toolkit.infer.load.search_file import found_shape, largest_found
+from toolkit.infer.load.search_file import Found
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
@@ -118,14 +117,14 @@ def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
     return str(stated["name"]), stated.get("revision")
 
 
-def measured_shape(draft: Draft, adaptive: bool, search: Mapping[str, Any] | None, batch: int) -> DraftShape:
+def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: int) -> DraftShape:
     """The shape that this head was measured best with, else a chain of 4, or of 3 for a native MTP module.
 
-    search: the content of search.json if it holds here; batch: the largest batch of the engine.
+    search: what search.json found, if it holds here; batch: the largest batch of the engine.
 
     measured.json has `best_shape`, and for adaptive drafting the largest one, `adaptive_shape`, if it was measured."""
-    if search is not None:
-        return largest_found(search) if adaptive else found_shape(search, batch)
+    if search is not None and search.best:
+        return search.largest if adaptive else search.shape(batch)
     if isinstance(draft, DraftCheckpoint) and "native" in draft.meta:
         return DraftShape.chain(3)  # SGLang's default for MTP modules
     measured: Any = draft.meta.get("measured") if isinstance(draft, DraftCheckpoint) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.searched_shape import SearchedShape
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
@@ -30,8 +31,8 @@ from toolkit.infer.load.load_draft import (
     native_draft,
     target_source,
 )
-from toolkit.infer.load.lookup_file import lookup_of
-from toolkit.infer.load.search_file import SEARCH, found_setting, found_times, search_of
+from toolkit.infer.load.lookup_file import asked_for_lookup, lookup_of
+from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -49,19 +50,22 @@ WORKER = "toolkit.infer.load.worker_main"  # a module that imports this one
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine with its models. draft, shape: None for plain decoding."""
+    """An engine with its models. draft, shape: None for plain decoding. winners: see SearchedShape; empty without."""
 
     engine: Engine
     target: Target
     draft: Draft | None
     shape: DraftShape | None
     adaptive: bool = False
+    winners: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def shape_name(self) -> str | None:
         """Name and numbers of the shape; of the largest shape if the engine is adaptive. None for plain decoding."""
         if self.shape is None:
             return None
+        if self.winners:
+            return f"by running requests ({by_rows(self.winners)})"
         return f"{'adaptive up to ' if self.adaptive else ''}{self.shape.name} ({self.shape.as_text()})"
 
 
@@ -109,22 +113,24 @@ def build_engine(
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
     Without `shape` and `adaptive` it starts from what search.json found fastest, if that holds here. temperature: of
-    most requests; search.json of another kind of requests is not used. forced: see Engine; only in a single process.
-    The options that choose and load the models are not read. Raises ConfigError for a value out of range, and the
-    errors of Engine.
+    most requests; from a search of another kind of requests adaptive drafting takes the times alone. forced: see
+    Engine; only in a single process. The options that choose and load the models are not read. Raises ConfigError for a
+    value out of range, and the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
     graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
-    search = None
+    search, winners = None, dict[int, str]()
     if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
         asked = temperature(target) if callable(temperature) else temperature
         search = search_of(draft, config, target, asked)
-    by_itself = config.adaptive is None and config.lookup is None and config.lookup_corpus is None
-    if search is not None and adaptive and by_itself:
-        best = found_setting(search, config.max_running_requests)
-        if best != ADAPTIVE:
+    if search is not None and adaptive and config.adaptive is None:
+        winners = search.winners(config.max_running_requests)
+        best = next(iter(winners.values())) if len(set(winners.values())) == 1 else None
+        if best == ADAPTIVE:
+            winners = {}
+        elif best is not None and not (best == PLAIN and asked_for_lookup(config)):
             adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"
             logger.info("%s, the fastest at every batch size in %s; `adaptive` chooses in every step", what, SEARCH)
             draft, shape = (None, None) if best == PLAIN else (draft, DraftShape.parse(best))
@@ -145,9 +151,20 @@ def build_engine(
         forced=forced,
     )
     if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
-        engine.drafter.start_from(found_times(search, shape))
+        known, asked_lookup = search.arm_times(shape), asked_for_lookup(config)
+        if winners:
+            assert ranks is None, "a search runs in one process, and holds for no other number of them"
+            engine.drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=asked_lookup))
+            logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(winners))
+        else:
+            engine.drafter.start_from(known)
         logger.info("adaptive drafting starts from the times in %s", SEARCH)
-    return LoadedEngine(engine, target, draft, shape, adaptive)
+    return LoadedEngine(engine, target, draft, shape, adaptive, winners)
+
+
+def by_rows(winners: Mapping[int, str]) -> str:
+    """Returns "1: 2,4,6; up to 4: plain; up to 16: adaptive"."""
+    return "; ".join(f"{'' if rows == 1 else 'up to '}{rows}: {what}" for rows, what in sorted(winners.items()))
 
 
 def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> tuple[Target, Draft | None]:

@@ -21,7 +21,7 @@ def lookup_of(config: EngineConfig, target: Target, draft: Draft | None, *, adap
 
     Raises ConfigError if it is asked for without a head or with CUDA graphs, and for a corpus that cannot be read.
     """
-    asked = config.lookup or config.lookup_corpus is not None
+    asked = asked_for_lookup(config)
     if draft is None or not (asked or (adaptive and config.lookup is None)):
         return None
     if config.lookup is False:
@@ -44,6 +44,11 @@ def lookup_of(config: EngineConfig, target: Target, draft: Draft | None, *, adap
     corpus = LookupCorpus(one for one in ids if one)
     logger.info("lookup searches %d texts of %s, %d tokens", len(texts), config.lookup_corpus, len(corpus) - len(texts))
     return Lookup(corpus)
+
+
+def asked_for_lookup(config: EngineConfig) -> bool:
+    """Returns whether an option asks for lookup; else it is a part of adaptive drafting."""
+    return bool(config.lookup) or config.lookup_corpus is not None
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -1,12 +1,16 @@
 """search.json in a draft directory: the settings that `toolkit search` found fastest, and the times it measured.
 
-It holds for the weights, the machine, the options and the requests (greedy or sampled) that it was made with;
-elsewhere it is not used.
+    holds_for                     weights, machine and options that all of it was made with; elsewhere it is not used
+    found: "greedy"               by kind of requests: they differ in the drafts that are lost and in the times
+             "1", "4"             by batch size: the fastest setting, the limits for adaptive drafting, the times
+
+A search of another kind or batch size is added. For a kind that was not searched, the times of another kind are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +28,49 @@ from toolkit.weights import sha256_file
 
 logger = get_logger(__name__)
 
-SEARCH = "search.json"
+SEARCH, GREEDY = "search.json", "greedy"
 # Engine options that change times of rounds, or what is drafted.
 OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
 
 
-def conditions(
-    draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0
-) -> dict[str, Any]:
-    """Returns what a search of a draft directory depends on, by name: weights, machine, options and requests.
+@dataclass(frozen=True)
+class Found:
+    """What search.json has for one kind of requests.
 
-    temperature: of the requests."""
+    best: by batch size; empty if this kind was not searched. times: by batch size, then perhaps of another kind.
+    """
+
+    best: Mapping[int, Mapping[str, Any]]
+    times: Sequence[Mapping[str, Any]]
+
+    def winners(self, batch: int) -> dict[int, str]:
+        """Returns the fastest settings of an engine with at most `batch` rows: a shape as text, PLAIN or ADAPTIVE.
+
+        By the largest number of rows that they are for; with more rows than were searched, ADAPTIVE."""
+        found: dict[int, str] = {}
+        for size in sorted(self.best):
+            found[size] = str(self.best[size]["setting"])
+            if size >= batch:
+                return found
+        return {**found, batch: ADAPTIVE}
+
+    def shape(self, batch: int) -> DraftShape:
+        """Returns the fastest shape at the largest searched batch size up to `batch`, else at the smallest."""
+        size = max((one for one in self.best if one <= batch), default=min(self.best))
+        return DraftShape.parse(self.best[size]["shape"])
+
+    @property
+    def largest(self) -> DraftShape:
+        """The smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
+        return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in self.best.values())
+
+    def arm_times(self, most: DraftShape) -> list[ArmTime]:
+        """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
+        return arm_times(most, self.times, [DraftShape.parse(one["shape"]) for one in self.best.values()])
+
+
+def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
+    """Returns what all of a draft directory's searches depend on, by name: weights, machine and options."""
     on_gpu = target.device.type == "cuda"
     assert draft.path is not None, "a draft directory has weights"
     return {
@@ -47,67 +83,72 @@ def conditions(
         "device": torch.cuda.get_device_name(target.device) if on_gpu else cpu_info().get("model name"),
         "cpu_flags": cpu_flags(cpu_info()),
         "torch_threads": torch.get_num_threads(),
-        "requests": _requests(temperature, config.verify),
         **{name: getattr(config, name) for name in OPTIONS},
     }
 
 
-def _requests(temperature: float, verify: str) -> str:
-    """Returns the kind of requests: sampling takes time, loses drafts, and its rule decides how many."""
+def kind_of_requests(temperature: float, verify: str) -> str:
+    """Returns "greedy", or "sampled" with the verify rule: sampling takes time, and its rule decides what is lost."""
     if temperature == 0:
-        return "greedy"
+        return GREEDY
     # A search runs by the rule `target`, as `auto` does for trees and for requests that state a seed.
     return f"sampled, verify {'target' if verify == 'auto' else verify}"
 
 
-def search_of(
-    draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0
-) -> dict[str, Any] | None:
-    """Returns the content of search.json if it holds here, else None; the log says why it does not."""
-    found = draft.meta.get("search")
-    if found is None:
+def merged(earlier: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content `new` with what `earlier` found for other kinds of requests and other batch sizes.
+
+    Without that if `earlier` was made under other conditions, and the log says which."""
+    if earlier is None:
+        return dict(new)
+    if differing := _differing(earlier, new["holds_for"]):
+        logger.warning("the earlier searches in %s are replaced: they were made with %s", SEARCH, differing)
+        return dict(new)
+    found = {kind: dict(sizes) for kind, sizes in earlier["found"].items()}
+    for kind, sizes in new["found"].items():
+        found[kind] = found.get(kind, {}) | sizes
+    return {**new, "found": found}
+
+
+def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0) -> Found | None:
+    """Returns what search.json found for these requests, or its times alone; the log says why it does not hold.
+
+    temperature: of the requests. None without search.json, or if it was made under other conditions."""
+    search = draft.meta.get("search")
+    if search is None:
         return None
-    then, here = found.get("holds_for") or {}, conditions(draft, config, target, temperature)
-    differing = [
+    if differing := _differing(search, conditions(draft, config, target)):
+        logger.info("%s/%s is not used, since it was made with %s", draft.path, SEARCH, differing)
+        return None
+    kind, found = kind_of_requests(temperature, config.verify), search["found"]
+    like = min(found, key=lambda one: (one != kind, (one == GREEDY) != (kind == GREEDY)))
+    times = [one["times"] for one in found[like].values()]
+    if like != kind:
+        logger.info(
+            "the settings in %s/%s are not used, since it was made with requests %s, here %s",
+            draft.path,
+            SEARCH,
+            like,
+            kind,
+        )
+        return Found({}, times)
+    return Found({int(size): one for size, one in found[kind].items()}, times)
+
+
+def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Returns the conditions of `search` that are not those of `here`; empty if all agree."""
+    if "found" not in search:
+        return "an earlier version of `toolkit search`"
+    then = search["holds_for"]
+    return "; ".join(
         f"{name} {_short(then.get(name))}, here {_short(value)}"
         for name, value in here.items()
         if then.get(name) != value
-    ]
-    if differing:
-        logger.info("%s/%s is not used, since it was made with %s", draft.path, SEARCH, "; ".join(differing))
-        return None
-    return dict(found)
+    )
 
 
 def _short(value: Any) -> str:
     return f"{value:.12}.." if isinstance(value, str) and len(value) == 64 else str(value)  # a sha256
-
-
-def found_setting(search: Mapping[str, Any], batch: int) -> str:
-    """Returns the setting that was the fastest at every batch size up to `batch`: a shape as text, or PLAIN.
-
-    ADAPTIVE if adaptive drafting was, if the fastest differ, or if the search has no batch of this size."""
-    sizes = sorted(int(size) for size in search["best"])
-    covering = next((size for size in sizes if size >= batch), None)
-    found = {search["best"][str(size)]["setting"] for size in sizes if covering is not None and size <= covering}
-    return found.pop() if len(found) == 1 else ADAPTIVE
-
-
-def found_shape(search: Mapping[str, Any], batch: int) -> DraftShape:
-    """Returns the fastest shape at the largest searched batch size up to `batch`, else at the smallest."""
-    sizes = sorted(int(size) for size in search["best"])
-    size = max((one for one in sizes if one <= batch), default=sizes[0])
-    return DraftShape.parse(search["best"][str(size)]["shape"])
-
-
-def largest_found(search: Mapping[str, Any]) -> DraftShape:
-    """Returns the smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
-    return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in search["best"].values())
-
-
-def found_times(search: Mapping[str, Any], most: DraftShape) -> list[ArmTime]:
-    """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
-    return arm_times(most, search["times"], [DraftShape.parse(one["shape"]) for one in search["best"].values()])
 
 
 def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[ArmTime]:

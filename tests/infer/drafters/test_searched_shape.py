@@ -1,0 +1,72 @@
+"""Drafting by the number of running rows, as a search found; the tokens stay those of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.infer.drafters.choose_drafter import Lookup
+from toolkit.infer.drafters.searched_shape import SearchedShape
+from toolkit.infer.drafters.step_costs import ArmTime, LookupArm
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
+
+MOST = DraftShape(4, 3, 12)
+TREE, CHAIN = DraftShape(2, 3, 6), DraftShape.chain(3)
+WINNERS = {1: "2,3,6", 2: "plain", 4: "3,1,4", 5: "adaptive"}
+PROMPTS = [[5, 9, 1, 7], [3, 2], [17, 4, 4, 8, 1], [9, 9, 2], [6, 1, 3], [8, 2, 5, 5, 1, 1]]
+
+
+@pytest.fixture(scope="module")
+def params() -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=8 + 5 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(6)]
+
+
+@pytest.mark.parametrize("lookup", [None, Lookup()])
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_each_round_drafts_the_winner_of_its_number_of_rows(small_target, build, params, name, lookup):
+    """fp32, exact, rows that end while others run: five and six rows are chosen adaptively, then the winners follow.
+    The row with a shape of its own drafts no more than that, and lookup replaces no winner."""
+    plain = [one.output_ids for one in Engine(small_target).generate(PROMPTS, params)]
+    engine = Engine(small_target, build(name), MOST, max_running_requests=6, adaptive=True, lookup=lookup)
+    engine.drafter.choose_by(lambda most: SearchedShape(most, [], WINNERS))
+    chooser, seen = engine.drafter.chooser, []
+    choose = chooser.choose
+    chooser.choose = lambda requests, lookup=(): seen.append((len(requests), choose(requests, lookup))) or seen[-1][1]
+    own = DraftShape.chain(1)
+    requests = [
+        engine.add_request(ids, one, shape=own if i == 5 else None)
+        for i, (ids, one) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert [one.output_ids for one in requests] == plain
+    found = {rows: {arm for size, arm in seen if size == rows} for rows in (1, 2, 3, 4)}
+    assert found == {1: {TREE}, 2: {None}, 3: {CHAIN}, 4: {CHAIN}} and {5, 6} <= {rows for rows, _ in seen}
+    alone = requests[5].events[-2:]
+    assert 0 < max(event.offered for event in alone) <= 1, "its own shape is a chain of 1"
+    assert max(event.offered for event in requests[4].events) > 1
+
+
+def test_lookup_drafts_in_a_winners_place_only_if_it_was_asked_for():
+    """The search measured the winner without lookup. With `lookup`, drafts that are expected to pay replace it."""
+    known = [ArmTime(1, None, 0.0, 1.0), ArmTime(1, TREE, 0.1, 1.1)]
+    request, sure = [Request([1], SamplingParams())], [[1.0, 1.9, 2.8, 3.7, 4.6]]
+    for asked in (False, True):
+        chooser = SearchedShape(MOST, known, {1: "plain"}, lookup=asked)
+        arms = [chooser.choose(request, sure) for _ in range(3)]
+        assert all(isinstance(arm, LookupArm) == asked and not chooser.probe_due for arm in arms)
+        assert asked or arms == [None] * 3
+
+
+def test_a_smaller_limit_cuts_the_winner():
+    """`set_shape` below what was found; the rates of a shape that is none of the usual ones are estimated too."""
+    chooser = SearchedShape(DraftShape.chain(2), [], {1: "2,3,6", 4: "3,1,4"})
+    one = Request([1], SamplingParams())
+    assert chooser.choose([one]) == DraftShape.chain(2)
+    assert chooser.choose([one, one]) == DraftShape.chain(2)
+    found = SearchedShape(MOST, [], WINNERS)
+    assert TREE in found.shapes and found.widest == 3
+    found.record([one], TREE, [[0, 2]], 0.1, 1.0)

@@ -1,0 +1,47 @@
+"""Says which command lines start from what a search found."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.search_file import GREEDY, kind_of_requests
+
+
+def uses_of(config: EngineConfig, temperature: float, server_temperature: float, largest: int) -> str:
+    """Returns the lines that a search prints at its end.
+
+    config: of the search. temperature: of its requests. server_temperature: of a server's requests that state none.
+    largest: the largest batch size that was searched.
+    """
+    flags, asked = _flags(config), f" --temperature {temperature:g}" if temperature else ""
+    kind, served = (kind_of_requests(one, config.verify) for one in (temperature, server_temperature))
+    serve = f"  toolkit serve{flags}"
+    starts = [f"  toolkit chat{flags}{asked}", f"  toolkit bench acceptance{flags}{asked} --batch {largest}"]
+    if kind == served:
+        more = f"    (adaptive drafting with the measured times while more than {largest} requests run)"
+        return "\n".join([f"what was found for {kind} requests is used by", serve, more, *starts])
+    what = "greedy" if served == GREEDY else f"sampled at temperature {server_temperature:g}"
+    return "\n".join(
+        [
+            f"what was found for {kind} requests is used by",
+            *starts,
+            f"a server takes requests as {what} unless they say otherwise, so it uses the measured times alone;",
+            "search for its requests before it:",
+            f"  toolkit search{flags} --temperature {server_temperature:g}",
+            serve,
+        ]
+    )
+
+
+def _flags(config: EngineConfig) -> str:
+    """Returns the options that differ from the default, as a command line has them."""
+    found = ""
+    for one in fields(config):
+        value, name = getattr(config, one.name), one.name.replace("_", "-")
+        if isinstance(value, bool) and value != one.default:
+            found += f" --{name}" if value else f" --no-{name}"
+        elif value != one.default:
+            found += f" --{name} {shlex.quote(str(value))}"
+    return found
