@@ -44,7 +44,7 @@ def test_the_latest_ids_have_rows(small_target):
     rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 4, None)
     assert rows.to_target.tolist() == [*KEPT, 8, 9, 10, 11]
     rows.use([20, 3, 21, 20])  # 3 is in the map; 8 and 9 were the least recent
-    assert rows.to_target.tolist() == [*KEPT, 20, 21, 10, 11]
+    assert rows.to_target.tolist() == [*KEPT, 21, 20, 10, 11]
     rows.use([11, 15, 16, 17])  # 10, then 21 and 20, which were used before 11
     assert sorted(rows.to_target[len(KEPT) :].tolist()) == [11, 15, 16, 17]
     rows.use(range(24))  # more than there are rows: the last ones
@@ -54,6 +54,13 @@ def test_the_latest_ids_have_rows(small_target):
     torch.testing.assert_close(rows.logits(states), wanted)
     rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 100, None)
     assert rows.to_target.tolist() == list(range(24)), "no more rows than the target has"
+
+
+def test_a_repeated_id_takes_one_row(small_target):
+    """Four ids have rows after a text that ends with one of them many times."""
+    rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 4, None)
+    rows.use([20, 21, 22, *[23] * 10])
+    assert sorted(rows.to_target[len(KEPT) :].tolist()) == [20, 21, 22, 23]
 
 
 @pytest.mark.parametrize("name", ["eagle2", "mtp", "mtp-three-layers", "eagle3"])

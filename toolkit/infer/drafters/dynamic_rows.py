@@ -15,7 +15,7 @@ Shapes: D rows of the token map, E rows of the block, V target vocabulary, H hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -62,11 +62,11 @@ class DynamicRows:
         slots = torch.arange(len(self._first), device=self.to_target.device)
         self._fill(slots, torch.tensor(self._first, dtype=torch.long, device=self.to_target.device))
 
-    def use(self, tokens: Iterable[int]) -> None:
+    def use(self, tokens: Sequence[int]) -> None:
         """Gives these ids rows, the last one being the most recent; ids of the token map have theirs already."""
-        outside = [token for token in tokens if not self._kept[token]]
+        outside = list(dict.fromkeys(token for token in reversed(tokens) if not self._kept[token]))
         changed: dict[int, int] = {}
-        for token in outside[-len(self._slots) :]:
+        for token in reversed(outside[: len(self._slots)]):
             slot = self._slots.pop(token, None)
             if slot is None:
                 oldest = next(iter(self._slots))
