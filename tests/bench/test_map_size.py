@@ -14,6 +14,7 @@ from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 PROMPTS = [
@@ -44,6 +45,21 @@ def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
     assert torch.equal(rows[outside], tiny_target.lm_head.weight[outside])
     with pytest.raises(BenchError, match="cannot change after training"):
         with_ids(tiny_draft, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+
+
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+)
+def test_a_head_as_it_was_opened_takes_rows(tiny_target, frozen, device, dtype):
+    """It is opened on the CPU in its own dtype; with rows of a target elsewhere it is moved there, whole."""
+    model = copy.deepcopy(tiny_target.model).to(device, dtype)
+    target = Target(model=model, tokenizer=tiny_target.tokenizer, name="tiny", revision=None, dtype=dtype)
+    wider = with_ids(load_draft(frozen), target, TokenMap.identity(target.vocab_size))
+    assert {(one.device.type, one.dtype) for one in wider.head.parameters()} == {(device, dtype)}
+    torch.testing.assert_close(wider.head.lm_head.weight, target.lm_head.weight)
 
 
 def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):

@@ -73,20 +73,20 @@ def sizes_of(vocab_size: int, least: int) -> list[int]:
 def with_ids(draft: DraftCheckpoint, target: Target, token_map: TokenMap) -> DraftCheckpoint:
     """The head with another token map.
 
-    A head with an output matrix of its own keeps its rows and takes the target's for other ids. Raises `BenchError` if
-    its rows are not like the target's, which would not fit it then."""
+    A head with an output matrix of its own moves to the target's device and dtype, keeps its rows and takes the
+    target's for other ids. Raises `BenchError` if its rows are not like the target's, which would not fit it then."""
     config = draft.head.config
     if not config.own_vocabulary:
         return replace(draft, token_map=token_map)
-    own = draft.head.lm_head.weight
+    own = draft.head.cast(target.device, target.dtype).lm_head.weight
     if not rows_agree(own, target, draft.token_map):
         raise BenchError(
             f"the {draft.kind} head has an output matrix of its own that is not the target's, so its map cannot change "
             "after training; the size is chosen with a head of train.head.lm_head frozen or target, or an mtp head"
         )
     head = build_head(replace(config, draft_vocab_size=token_map.size))  # type: ignore[call-arg]
-    rows = target.lm_head.weight[token_map.ids.to(own.device)].to(own.dtype)
-    mine = draft.token_map.to_draft(token_map.ids)
+    rows = target.lm_head.weight[token_map.ids.to(own.device)]
+    mine = draft.token_map.to_draft(token_map.ids).to(own.device)
     rows[mine >= 0] = own[mine[mine >= 0]]
     head.load_state_dict({**draft.head.state_dict(), "lm_head.weight": rows})
     head = head.cast(own.device, own.dtype).eval().requires_grad_(False)
