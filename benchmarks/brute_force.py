@@ -20,6 +20,7 @@ from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import longest_prompt, with_context
 from toolkit.bench.forecast import forecast_surface
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
@@ -68,6 +69,7 @@ def main() -> int:
 
     started = time.perf_counter()
     settings = replace(config, prefix_cache=False, verify="target", adaptive=False)
+    settings = with_context(settings, longest_prompt(target, prompts, args.max_tokens), args.max_tokens)
     widest = DraftShape.covering(surface.shapes()).as_text()
     with (
         closing(build_engine(settings, target).engine) as plain,

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import longest_prompt, with_context
 from toolkit.bench.forecast import forecast_surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import summarise_replays
@@ -169,6 +170,7 @@ def measure_sizes(
     Raises `BenchError` for a head whose map cannot change.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    config = with_context(config, longest_prompt(target, prompts, sampling.max_tokens), sampling.max_tokens)
     trials = SizeTrials(target, open_draft, shape, prompts, sampling, config)
     results, texts = trials.predicted(maps)
     best = max(range(len(maps)), key=lambda at: results[at].predicted_speedup or 0.0)
