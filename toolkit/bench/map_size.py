@@ -4,7 +4,7 @@ For each size N of a ranking of ids:
 
     accept_length   the target's answers with the head over the whole vocabulary (forecast.py), where every draft that
                     the map lacks is a miss
-    round           measured seconds of a round with a head of N rows, beside plain rounds of the same moment
+    round           measured seconds of a round with a head of N rows; all sizes and plain rounds take turns
     prediction      accept_length * plain round / round: the speed relative to plain decoding
 
 The best prediction and its neighbours then run end to end beside plain decoding.
@@ -28,7 +28,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import summarise_replays
 from toolkit.bench.search import accept_length_of, measured_figures
 from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
-from toolkit.bench.step_times import StepTimes, measure_step_times
+from toolkit.bench.step_times import Parts, measure_draft_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.registry import build_head
 from toolkit.infer.drafters.dynamic_rows import rows_agree
@@ -113,24 +113,25 @@ class SizeTrials:
             pack(self.target, draft, self.config.draft_quantization)
         return replace(draft, dynamic_rows=dynamic_rows)
 
-    def times(self, draft: DraftCheckpoint, texts: Sequence[Sequence[int]]) -> StepTimes:
-        return measure_step_times(self.target, draft, [self.shape], texts, self.config, self.sampling)
+    def times(self, drafts: Sequence[DraftCheckpoint], texts: Sequence[Sequence[int]]) -> tuple[Parts, list[Parts]]:
+        """A plain round, and one with each draft, in turns."""
+        return measure_draft_times(self.target, drafts, self.shape, texts, self.config, self.sampling)
 
     def predicted(self, maps: Sequence[TokenMap]) -> tuple[list[SizeResult], list[tuple[int, ...]]]:
         """Predictions for each map, and the ids of the prompts. The last map keeps all ids."""
         shape, forecasting = self.shape, replace(self.config, max_running_requests=FORECAST_BATCH)
-        whole = self.fitted(maps[-1])
-        surface = forecast_surface(self.target, whole, self.prompts, [shape], self.sampling, forecasting)
+        drafts = [self.fitted(token_map) for token_map in maps]
+        surface = forecast_surface(self.target, drafts[-1], self.prompts, [shape], self.sampling, forecasting)
         texts = [one.question.prompt_ids for one in surface.references]
         tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
+        plain, rounds = self.times(drafts, texts)
         results = []
-        for token_map in maps:
-            times = self.times(self.fitted(token_map), texts)
-            parts, kept = times.parts(shape), token_map.t2d.tolist()
+        for token_map, parts in zip(maps, rounds, strict=True):
+            kept = token_map.t2d.tolist()
             steps = [answer.accepted(shape, kept) for answer in surface.answers[shape.top_k]]
             length = summarise_replays(steps, shape.num_steps).accept_length or 1.0
             coverage = float(token_map.t2d[tokens].float().mean())
-            speedup = length * times.plain.round_s / parts.round_s
+            speedup = length * plain.round_s / parts.round_s
             name, size = str(token_map.size), token_map.size
             results.append(SizeResult(name, size, coverage, parts.draft_s, parts.round_s, length, speedup))
         return results, texts
@@ -176,7 +177,7 @@ def measure_sizes(
     best = max(range(len(maps)), key=lambda at: results[at].predicted_speedup or 0.0)
     if dynamic_rows:  # what the changing rows hold is not predicted
         name = f"{results[best].name} + {dynamic_rows}"
-        parts = trials.times(trials.fitted(maps[best], dynamic_rows), texts).parts(shape)
+        _, (parts,) = trials.times([trials.fitted(maps[best], dynamic_rows)], texts)
         results.append(SizeResult(name, maps[best].size, None, parts.draft_s, parts.round_s, None, None))
     run = range(len(maps)) if run_all else range(max(0, best - 1), min(len(maps), best + 2))
     drafts = {results[at].name: trials.fitted(maps[at]) for at in run}

@@ -29,6 +29,7 @@ from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
 
 ROUNDS = 7  # timed rounds of a shape; one more round before them is not timed
+DRAFT_ROUNDS = 15  # the same of a draft, where small differences decide
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
@@ -129,6 +130,24 @@ def measure_step_times(
         {key: (_median(found).verify_s, _median(found).other_s) for key, found in verifies.items()},
         (plain.prefill_s, drafting.prefill_s),
     )
+
+
+def measure_draft_times(
+    target: Target,
+    drafts: Sequence[Draft],
+    shape: DraftShape,
+    prompts: Sequence[Sequence[int]],
+    config: EngineConfig,
+    sampling: Sampling,
+) -> tuple[Parts, list[Parts]]:
+    """Times rounds of one shape with each of the drafts, all in turns with plain rounds.
+
+    Returns a plain round and one of each draft. They verify the same number of nodes, so their verification is the
+    median over all of them. Other arguments as those of `measure_step_times`."""
+    with _batches(target, [None, *drafts], shape, prompts, config, sampling) as (plain, *drafting):
+        plain_rounds, *rounds = _in_turns([(plain, None), *((one, shape) for one in drafting)], DRAFT_ROUNDS)
+    verify_s = _median([one for own in rounds for one in own]).verify_s
+    return replace(_median(plain_rounds), draft_s=0.0), [replace(_median(own), verify_s=verify_s) for own in rounds]
 
 
 @contextmanager
