@@ -187,7 +187,7 @@ def map_sizes(record: Record) -> str:
             (
                 row["name"] + (" (chosen)" if row["name"] == record["auto"] else ""),
                 NONE if row["coverage"] is None else f"{100 * row['coverage']:.1f} %",
-                decimal(1000 * row["head_s"], 2),
+                decimal(1000 * row["head_seconds"], 2),
                 *(decimal(row[name]) for name in ("accept_length", "predicted_accept_length")),
                 *(f"{decimal(row[name])}x" if row[name] else NONE for name in ("speedup", "predicted_speedup")),
             )

@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from toolkit.bench.answers import Sampling
-from toolkit.bench.map_size import best_size, measure_sizes, sizes_of, with_ids
+from toolkit.bench.map_size import (
+    SizeResult,
+    best_size,
+    measure_sizes,
+    predicted_size,
+    sizes_of,
+    with_ids,
+)
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.map_size import size_table
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -33,6 +41,24 @@ def frozen(tiny_target, tiny_draft, tmp_path):
 def test_sizes_hold_the_forced_ids_and_end_with_the_vocabulary():
     assert sizes_of(5000, 3) == [1024, 2048, 4096, 5000]
     assert sizes_of(4096, 1500) == [2048, 4096] and sizes_of(300, 3) == [300]
+
+
+def test_auto_is_the_fastest_of_the_best_prediction_and_its_neighbours():
+    """The fastest of all is too far from the prediction to be run by the command; dynamic rows are no size."""
+    figures = ((10, 1.2, 9.0), (20, 1.3, 1.4), (40, 1.5, 1.3), (80, 1.4, 1.2))
+    results = [SizeResult(str(n), n, 1.0, 0.1, 0.2, 1.5, told, 1.5, 9.0, ran) for n, told, ran in figures]
+    results.append(SizeResult("40 + 5", 40, None, 0.1, 0.2, None, None, 1.5, 9.0, 8.0))
+    assert predicted_size(results).name == "40" and best_size(results).name == "20"
+
+
+def test_one_table_for_sizes_with_and_without_predictions():
+    rows = [
+        SizeResult("40", 40, 0.5, 0.001, 0.2, 1.5, 1.25),
+        SizeResult("40 + 5", 40, None, 0.002, 0.2, None, None, 1.6, 9.0, 8.0),
+    ]
+    _, first, second = (line.split() for line in size_table(rows, {"40": "chosen"}))
+    assert first == ["40", "50.0%", "1.00", "1.50", "predicted", "1.25x", "predicted", "<-", "chosen"]
+    assert second == ["40", "+", "5", "-", "2.00", "1.60", "8.00x"]
 
 
 def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
@@ -79,5 +105,5 @@ def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):
     assert results[2].predicted_accept_length == pytest.approx(results[2].accept_length)
     assert results[0].coverage <= results[1].coverage <= results[2].coverage == 1.0
     assert results[0].predicted_accept_length <= results[2].predicted_accept_length
-    assert all(one.speedup > 0 and one.head_s > 0 for one in results)
+    assert all(one.speedup > 0 and one.head_seconds > 0 for one in results)
     assert best_size(results).name in {"12", "250", str(whole.size)}

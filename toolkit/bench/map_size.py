@@ -46,8 +46,8 @@ OpenDraft = Callable[[], DraftCheckpoint]  # reads the head again, with weights 
 
 @dataclass(frozen=True)
 class SizeResult:
-    """One size. coverage: share of the target's own answers that the map keeps. head_s, round_s: median seconds of
-    drafting and of a whole round.
+    """One size. coverage: share of the target's own answers that the map keeps. head_seconds, round_s: median seconds
+    of drafting and of a whole round.
 
     predicted_speedup, speedup: relative to plain decoding. The last three are None if it did not run end to end; with
     dynamic rows nothing is predicted.
@@ -56,7 +56,7 @@ class SizeResult:
     name: str
     size: int
     coverage: float | None
-    head_s: float
+    head_seconds: float
     round_s: float
     predicted_accept_length: float | None
     predicted_speedup: float | None
@@ -191,7 +191,15 @@ def measure_sizes(
     return results
 
 
+def predicted_size(results: Sequence[SizeResult]) -> SizeResult:
+    """The size with the best prediction."""
+    return max(
+        (one for one in results if one.predicted_speedup is not None), key=lambda one: one.predicted_speedup or 0
+    )
+
+
 def best_size(results: Sequence[SizeResult]) -> SizeResult:
-    """The fastest of the maps that ran end to end, without those with dynamic rows."""
-    run = [one for one in results if one.speedup is not None and one.name == str(one.size)]
-    return max(run, key=lambda one: one.speedup or 0.0)
+    """The size that `--size auto` takes: of the best prediction and its neighbours, the fastest end to end."""
+    sizes = [one for one in results if one.predicted_speedup is not None]
+    at = sizes.index(predicted_size(results))
+    return max(sizes[max(0, at - 1) : at + 2], key=lambda one: one.speedup or 0.0)
