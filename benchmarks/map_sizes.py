@@ -76,7 +76,8 @@ def main() -> int:
     config = EngineConfig(draft=args.draft or "random", max_running_requests=1)
     if args.random:
         target, draft = random_models(args.random)
-        maps = [TokenMap.from_ids(range(size), args.random) for size in sizes_of(args.random, LEAST)]
+        sizes = sizes_of(args.random, LEAST)
+        map_of = lambda size: TokenMap.from_ids(range(size), args.random)  # noqa: E731
         open_draft = lambda: draft  # noqa: E731
         name = f"random-{args.random}"
     else:
@@ -84,12 +85,12 @@ def main() -> int:
         counts = load_counts(args.counts)
         total, forced = counts.total(), counts.forced_ids
         sizes = [size for size in sizes_of(counts.vocab_size, len(forced)) if size >= LEAST]
-        maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes]
+        map_of = lambda size: build_token_map(total, size=size, forced_ids=forced)  # noqa: E731
         open_draft = lambda: load_draft(args.draft)  # noqa: E731
         draft, name = load_draft(args.draft), Path(target.name).name
     corpus = None if args.random else args.counts.name
     results = measure_sizes(
-        target, open_draft, maps, DraftShape.parse(args.shape), limited(builtin_prompts(), args.limit),
+        target, open_draft, sizes, map_of, DraftShape.parse(args.shape), limited(builtin_prompts(), args.limit),
         Sampling(args.max_tokens, 0.0, 0), config, run_all=True, dynamic_rows=args.dynamic,
     )  # fmt: skip
     static = [one for one in results if one.predicted_speedup is not None]
@@ -99,6 +100,9 @@ def main() -> int:
     for mark, one in (("auto", auto), ("predicted", predicted), ("best", best)):
         marks[one.name] = f"{marks[one.name]}, {mark}" if one.name in marks else mark
     print("\n".join(size_table(results, marks)))
+    for one in results:
+        if one.over_equal_time is not None:
+            print(f"{one.name}: accept_length {one.over_equal_time:+.3f} {one.interval} over the map of equal time")
     print(f"auto is {100 * (auto.speedup or 0) / (best.speedup or 1):.1f} % of the best")
     record = make_record(
         "token_map", command_line(), {**vars(args), "counts": None, "out": None},

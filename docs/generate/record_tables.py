@@ -181,7 +181,7 @@ def token_map(record: Record) -> str:
 def map_sizes(record: Record) -> str:
     """Every size of a map: what it covers, drafting time, acceptance and speed, predicted and measured."""
     header = ("rows", "covers", "drafting, ms", "accept_length", "predicted", "over plain decoding", "predicted")
-    return table(
+    sizes = table(
         header,
         (
             (
@@ -194,6 +194,13 @@ def map_sizes(record: Record) -> str:
             for row in record["rows"]
         ),
     )
+    differences = [
+        f"{row['name']}: accept_length {row['over_equal_time']:+.3f} [{row['interval'][0]:+.3f}, "
+        f"{row['interval'][1]:+.3f}] over the static map of equal drafting time."
+        for row in record["rows"]
+        if row.get("interval") is not None
+    ]
+    return "\n\n".join([sizes, *differences])
 
 
 def composed(record: Record) -> str:

@@ -47,14 +47,15 @@ def choose_size(counts: Counts, out: Path, name: str, target_name: str | None = 
             "tokenizer and --vocab-size"
         )
     total, forced = counts.total(), counts.forced_ids
-    maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
+    sizes = sizes_of(counts.vocab_size, len(forced))
+    map_of = lambda size: build_token_map(total, size=size, forced_ids=forced)  # noqa: E731
     shape = measured_shape(draft, False, None, 1)
     # A head with its own matrix is read again for each size: packed weights cannot be changed.
     open_draft = (lambda: open_head(name)) if draft.head.config.own_vocabulary else (lambda: draft)
     sampling = Sampling(TOKENS, 0.0, 0)
     prompts = limited(builtin_prompts(), PROMPTS)
-    yield f"choosing the size for {name}: {len(maps)} sizes, shape {shape.as_text()}"
-    results = measure_sizes(target, open_draft, maps, shape, prompts, sampling, config)
+    yield f"choosing the size for {name}: {len(sizes)} sizes, shape {shape.as_text()}"
+    results = measure_sizes(target, open_draft, sizes, map_of, shape, prompts, sampling, config)
     chosen = best_size(results)
     write_map(counts, out, chosen.size, None)
     described = {"target": describe_target(target), "draft": describe_draft(draft)}
