@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(users_threads() or physical_cores())
+    torch.set_num_threads(int(users_threads() or physical_cores()))
     config = EngineConfig(draft=args.draft or "random", max_running_requests=1)
     if args.random:
         target, draft = random_models(args.random)
