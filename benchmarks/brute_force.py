@@ -20,6 +20,7 @@ from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import longest_prompt, with_context
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.search import Objective, accept_length_of, measured_figures
@@ -48,7 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    torch.set_num_threads(users_threads() or physical_cores())
+    torch.set_num_threads(int(users_threads() or physical_cores()))
     config = EngineConfig(draft=args.draft, dtype=args.dtype, max_running_requests=args.batch)
     target, draft = load_head(config)
     prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
@@ -67,6 +68,7 @@ def main() -> int:
 
     started = time.perf_counter()
     settings = replace(config, prefix_cache=False, verify="target", adaptive=False)
+    settings = with_context(settings, longest_prompt(target, prompts, args.max_tokens), args.max_tokens)
     widest = DraftShape.covering(surface.shapes()).as_text()
     with (
         closing(build_engine(settings, target).engine) as plain,

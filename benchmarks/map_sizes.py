@@ -3,8 +3,9 @@
     python benchmarks/map_sizes.py --draft runs/NAME/ckpt --counts runs/NAME/token_map [--shape 3,1,4] [--dynamic 256]
     python benchmarks/map_sizes.py --random 262144
 
-The maps are those of --counts, by `toolkit build-token-map`; every size runs end to end, and `auto` is the prediction's
-choice. --random V: a head with random weights on a random target of V ids, of which only the times mean something.
+The maps are those of --counts, by `toolkit build-token-map`. Every size runs end to end; `auto` is the size that the
+command's `--size auto` takes, `predicted` that of the best prediction. --random V: a head with random weights on a
+random target of V ids, of which only the times mean something.
 Writes benchmarks/results/map-sizes-<target>-<hardware>.json.
 """
 
@@ -23,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
-from toolkit.bench.map_size import measure_sizes, sizes_of
+from toolkit.bench.map_size import best_size, measure_sizes, predicted_size, sizes_of
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
@@ -32,6 +33,7 @@ from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.map_size import size_table
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.build import build_token_map
@@ -70,11 +72,12 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(users_threads() or physical_cores())
+    torch.set_num_threads(int(users_threads() or physical_cores()))
     config = EngineConfig(draft=args.draft or "random", max_running_requests=1)
     if args.random:
         target, draft = random_models(args.random)
-        maps = [TokenMap.from_ids(range(size), args.random) for size in sizes_of(args.random, LEAST)]
+        sizes = sizes_of(args.random, LEAST)
+        map_of = lambda size: TokenMap.from_ids(range(size), args.random)  # noqa: E731
         open_draft = lambda: draft  # noqa: E731
         name = f"random-{args.random}"
     else:
@@ -82,38 +85,30 @@ def main() -> int:
         counts = load_counts(args.counts)
         total, forced = counts.total(), counts.forced_ids
         sizes = [size for size in sizes_of(counts.vocab_size, len(forced)) if size >= LEAST]
-        maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes]
+        map_of = lambda size: build_token_map(total, size=size, forced_ids=forced)  # noqa: E731
         open_draft = lambda: load_draft(args.draft)  # noqa: E731
         draft, name = load_draft(args.draft), Path(target.name).name
+    corpus = None if args.random else args.counts.name
     results = measure_sizes(
-        target, open_draft, maps, DraftShape.parse(args.shape), limited(builtin_prompts(), args.limit),
+        target, open_draft, sizes, map_of, DraftShape.parse(args.shape), limited(builtin_prompts(), args.limit),
         Sampling(args.max_tokens, 0.0, 0), config, run_all=True, dynamic_rows=args.dynamic,
     )  # fmt: skip
-    static = [one for one in results if one.name == str(one.size)]
-    auto = max(static, key=lambda one: one.predicted_speedup or 0)
+    static = [one for one in results if one.predicted_speedup is not None]
+    auto, predicted = best_size(results), predicted_size(results)
     best = max(static, key=lambda one: one.speedup or 0)
-    columns = ("rows", "covers", "draft ms", "accept_length", "(predicted)", "speedup", "(predicted)")
-    print("  ".join(f"{column:>14}" for column in columns))
+    marks: dict[str, str] = {}
+    for mark, one in (("auto", auto), ("predicted", predicted), ("best", best)):
+        marks[one.name] = f"{marks[one.name]}, {mark}" if one.name in marks else mark
+    print("\n".join(size_table(results, marks)))
     for one in results:
-        marks = [text for text, which in (("auto", auto), ("best", best)) if one is which]
-        numbers = (
-            1000 * one.head_s,
-            one.accept_length,
-            one.predicted_accept_length,
-            one.speedup,
-            one.predicted_speedup,
-        )
-        cells = [
-            f"{one.name:>14}",
-            f"{100 * (one.coverage or 0):>12.1f} %",
-            *(f"{number or 0:>14.3f}" for number in numbers),
-        ]
-        print("  ".join([*cells, *marks]))
+        if one.over_equal_time is not None:
+            print(f"{one.name}: accept_length {one.over_equal_time:+.3f} {one.interval} over the map of equal time")
     print(f"auto is {100 * (auto.speedup or 0) / (best.speedup or 1):.1f} % of the best")
     record = make_record(
         "token_map", command_line(), {**vars(args), "counts": None, "out": None},
-        [{**asdict(one), "coverage": None if args.random else one.coverage} for one in results],
-        auto=auto.name, best=best.name, target=describe_target(target), draft=describe_draft(draft),
+        [{"corpus": corpus, **asdict(one), "coverage": None if args.random else one.coverage} for one in results],
+        auto=auto.name, predicted=predicted.name, best=best.name,
+        target=describe_target(target), draft=describe_draft(draft),
     )  # fmt: skip
     leave(record, f"map-sizes-{name}-{draft.kind}", args.out)
     return 0

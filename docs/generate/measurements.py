@@ -197,7 +197,8 @@ SECTIONS = (
         "map-sizes-*.json",
         tables.map_sizes,
         text="*predicted*: from one forecast and measured rounds, before any size ran end to end. A sum of rows: the "
-        "chosen map with as many dynamic rows. The random head shows times only.",
+        "map of the best prediction with as many dynamic rows; *equal time*: the static map whose drafting takes as "
+        "long. The random head shows times only.",
         command="python benchmarks/map_sizes.py --draft DIR --counts DIR",
     ),
     Section(

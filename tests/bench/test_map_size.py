@@ -8,12 +8,23 @@ import pytest
 import torch
 
 from toolkit.bench.answers import Sampling
-from toolkit.bench.map_size import best_size, measure_sizes, sizes_of, with_ids
+from toolkit.bench.map_size import (
+    SizeResult,
+    best_size,
+    measure_sizes,
+    paired_difference,
+    predicted_size,
+    size_of_time,
+    sizes_of,
+    with_ids,
+)
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.map_size import size_table
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 PROMPTS = [
@@ -34,6 +45,39 @@ def test_sizes_hold_the_forced_ids_and_end_with_the_vocabulary():
     assert sizes_of(4096, 1500) == [2048, 4096] and sizes_of(300, 3) == [300]
 
 
+def test_auto_is_the_fastest_of_the_best_prediction_and_its_neighbours():
+    """The fastest of all is too far from the prediction to be run by the command; dynamic rows are no size."""
+    figures = ((10, 1.2, 9.0), (20, 1.3, 1.4), (40, 1.5, 1.3), (80, 1.4, 1.2))
+    results = [SizeResult(str(n), n, 1.0, 0.1, 0.2, 1.5, told, 1.5, 9.0, ran) for n, told, ran in figures]
+    results.append(SizeResult("40 + 5", 40, None, 0.1, 0.2, None, None, 1.5, 9.0, 8.0))
+    assert predicted_size(results).name == "40" and best_size(results).name == "20"
+
+
+def test_a_static_map_of_equal_time():
+    """Between measured sizes, in steps of 256 rows, and never beyond them; times that fall are taken as level."""
+    assert size_of_time([1024, 2048, 4096], [1.0, 2.0, 4.0], 3.0) == 3072
+    assert size_of_time([1024, 2048, 4096], [1.0, 2.0, 4.0], 9.0) == 4096
+    assert size_of_time([1024, 2048, 4096], [2.0, 1.0, 4.0], 3.0) == 3072
+    assert size_of_time([1024, 2048], [1.0, 2.0], 0.1) == 1024
+
+
+def test_differences_are_paired_by_prompt():
+    """Prompts differ by far more than the two modes do; paired, the difference is exact."""
+    ours, others = {"a": (30, 10), "b": (60, 10)}, {"a": (20, 10), "b": (50, 10)}
+    difference, interval = paired_difference(ours, others)
+    assert difference == 1.0 and interval == (1.0, 1.0)
+
+
+def test_one_table_for_sizes_with_and_without_predictions():
+    rows = [
+        SizeResult("40", 40, 0.5, 0.001, 0.2, 1.5, 1.25),
+        SizeResult("40 + 5", 40, None, 0.002, 0.2, None, None, 1.6, 9.0, 8.0),
+    ]
+    _, first, second = (line.split() for line in size_table(rows, {"40": "chosen"}))
+    assert first == ["40", "50.0%", "1.00", "1.50", "predicted", "1.25x", "predicted", "<-", "chosen"]
+    assert second == ["40", "+", "5", "-", "2.00", "1.60", "8.00x"]
+
+
 def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
     """Its own rows stay, the others are the target's; a matrix of its own making takes none."""
     draft = load_draft(frozen)
@@ -46,22 +90,36 @@ def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
         with_ids(tiny_draft, tiny_target, TokenMap.identity(tiny_target.vocab_size))
 
 
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+)
+def test_a_head_as_it_was_opened_takes_rows(tiny_target, frozen, device, dtype):
+    """It is opened on the CPU in its own dtype; with rows of a target elsewhere it is moved there, whole."""
+    model = copy.deepcopy(tiny_target.model).to(device, dtype)
+    target = Target(model=model, tokenizer=tiny_target.tokenizer, name="tiny", revision=None, dtype=dtype)
+    wider = with_ids(load_draft(frozen), target, TokenMap.identity(target.vocab_size))
+    assert {(one.device.type, one.dtype) for one in wider.head.parameters()} == {(device, dtype)}
+    torch.testing.assert_close(wider.head.lm_head.weight, target.lm_head.weight)
+
+
 def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):
     """With all ids the forecast is exact; a map that lacks the answers' ids loses their drafts."""
     target = copy.deepcopy(tiny_target)  # it is packed
     whole = TokenMap.identity(tiny_target.vocab_size)
-    maps = [
-        TokenMap.from_ids(range(12), tiny_target.vocab_size),
-        TokenMap.from_ids(range(250), whole.vocab_size),
-        whole,
-    ]
+    map_of = lambda size: TokenMap.from_ids(range(size), whole.vocab_size)  # noqa: E731
     results = measure_sizes(
-        target, lambda: load_draft(frozen), maps, DraftShape(2, 3, 6), PROMPTS, Sampling(16, 0.0, 0),
-        EngineConfig(max_running_requests=1), run_all=True, dynamic_rows=20,
+        target, lambda: load_draft(frozen), [12, 250, whole.size], map_of, DraftShape(2, 3, 6), PROMPTS,
+        Sampling(16, 0.0, 0), EngineConfig(max_running_requests=1), run_all=True, dynamic_rows=20,
     )  # fmt: skip
     assert [one.name for one in results[:3]] == ["12", "250", str(whole.size)] and results[3].name.endswith(" + 20")
+    assert results[4].name.endswith("(equal time)") and results[4].accept_length
+    assert results[3].over_equal_time == pytest.approx(results[3].accept_length - results[4].accept_length)
+    assert results[3].interval[0] <= results[3].over_equal_time <= results[3].interval[1]
     assert results[2].predicted_accept_length == pytest.approx(results[2].accept_length)
     assert results[0].coverage <= results[1].coverage <= results[2].coverage == 1.0
     assert results[0].predicted_accept_length <= results[2].predicted_accept_length
-    assert all(one.speedup > 0 and one.head_s > 0 for one in results)
+    assert all(one.speedup > 0 and one.head_seconds > 0 for one in results)
     assert best_size(results).name in {"12", "250", str(whole.size)}

@@ -24,7 +24,15 @@ from toolkit.bench.search import (
     winner,
 )
 from toolkit.bench.side_by_side import BenchError
-from toolkit.bench.step_times import Parts, StepTimes, covering_shapes, measure_step_times
+from toolkit.bench.step_times import (
+    DRAFT_ROUNDS,
+    Parts,
+    StepTimes,
+    _Batch,
+    covering_shapes,
+    measure_draft_times,
+    measure_step_times,
+)
 from toolkit.infer.drafters.candidate_recorder import NEVER
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -224,6 +232,31 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
         assert [one.accept_length for one in measured[2:]] == pytest.approx(
             [shortened.forecast(one.shape).accept_length for one in chosen]
         )
+
+
+def test_drafts_are_timed_in_turns(tiny_target, tiny_draft, monkeypatch):
+    """Each turn runs plain decoding and every draft once, and starts with the next one: a machine that becomes slower
+    slows all alike. They verify alike, so only drafting and the host's part tell them apart."""
+    ran, timed = [], _Batch.round
+
+    def noted(self, shape=None):
+        ran.append(id(self))
+        seconds = float(len(ran))  # the later, the slower
+        timed(self, shape)
+        return Parts(0.0 if shape is None else seconds, seconds, 0.0)
+
+    monkeypatch.setattr(_Batch, "round", noted)
+    plain, rounds = measure_draft_times(
+        tiny_target, [tiny_draft, tiny_draft], CHAIN, [(5, 6, 7)], EngineConfig(max_running_requests=1),
+        Sampling(20, 0.0, 0),
+    )  # fmt: skip
+    turns = [ran[at : at + 3] for at in range(0, len(ran), 3)]
+    assert len(turns) == DRAFT_ROUNDS + 1 and turns[0] == turns[3] and len(set(turns[0])) == 3
+    assert turns[1] == [*turns[0][1:], turns[0][0]]
+    middle = len(ran) / 2 + 2  # the first turn is not timed
+    assert plain.draft_s == 0.0 and abs(plain.verify_s - middle) <= 1
+    assert all(abs(one.draft_s - middle) <= 1 for one in rounds), "neither is the later one"
+    assert rounds[0].verify_s == rounds[1].verify_s
 
 
 def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):

@@ -20,6 +20,7 @@ import numpy as np
 
 from toolkit.bench.answers import Round, Sampling
 from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
+from toolkit.bench.engine_context import longest_prompt, with_context
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
@@ -113,6 +114,7 @@ def confirm(
     measured figures.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    config = with_context(config, longest_prompt(target, prompts, sampling.max_tokens), sampling.max_tokens)
     shapes = [one.shape for one in chosen if one.shape is not None]
     most = most_of(chosen)
     with ExitStack() as engines:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.bench.answers import LoggedAnswer, Question, ResumeLog, Round, Sampling
 from toolkit.bench.prompts import Prompt
@@ -27,6 +27,7 @@ from toolkit.infer.request.request import PromptTooLongError, Request
 
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]
+AnyMode = TypeVar("AnyMode")
 
 
 class BenchError(ValueError):
@@ -123,7 +124,7 @@ def _answer_group(
                 histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
 
 
-def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
+def rotated(modes: Sequence[AnyMode], place: int) -> list[AnyMode]:
     """Return the order of the modes for group number `place`."""
     first = place % len(modes)
     return [*modes[first:], *modes[:first]]

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import median
 from typing import Any
 
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import with_context
+from toolkit.bench.side_by_side import rotated
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -27,6 +29,7 @@ from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
 
 ROUNDS = 7  # timed rounds of a shape; one more round before them is not timed
+DRAFT_ROUNDS = 15  # the same of a draft, where small differences decide
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
@@ -110,27 +113,11 @@ def measure_step_times(
     prompts: ids; they are used in turn. sampling: of the answers; after max_tokens the next prompt takes a row, so that
     contexts are as long as those of the answers. on_progress(done, total): counts rounds.
     """
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     chosen = covering_shapes(shapes)
-    widest = DraftShape.covering(chosen).as_text()
-    with (
-        closing(build_engine(config, target).engine) as plain_engine,
-        closing(build_engine(replace(config, shape=widest), target, draft).engine) as engine,
-    ):
-        params = SamplingParams(
-            sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
-        )
-        plain, drafting = _Batch(plain_engine, prompts, params), _Batch(engine, prompts, params)
-        plain_rounds: list[Parts] = []
-        rounds: dict[DraftShape, list[Parts]] = {shape: [] for shape in chosen}
-        order = [None, *chosen]
-        for turn in range(ROUNDS + 1):
-            for place, shape in enumerate(order, start=1):
-                one = plain.round() if shape is None else drafting.round(shape)
-                if turn:
-                    (plain_rounds if shape is None else rounds[shape]).append(one)
-                if on_progress is not None:
-                    on_progress(turn * len(order) + place, (ROUNDS + 1) * len(order))
+    with _batches(target, [None, draft], DraftShape.covering(chosen), prompts, config, sampling) as (plain, drafting):
+        modes = [(plain, None), *((drafting, shape) for shape in chosen)]
+        plain_rounds, *found_rounds = _in_turns(modes, ROUNDS, on_progress)
+    rounds = dict(zip(chosen, found_rounds, strict=True))
     drafts: dict[tuple[int, int], list[Parts]] = {}
     verifies: dict[tuple[bool, int], list[Parts]] = {}
     for shape, parts in rounds.items():
@@ -143,6 +130,64 @@ def measure_step_times(
         {key: (_median(found).verify_s, _median(found).other_s) for key, found in verifies.items()},
         (plain.prefill_s, drafting.prefill_s),
     )
+
+
+def measure_draft_times(
+    target: Target,
+    drafts: Sequence[Draft],
+    shape: DraftShape,
+    prompts: Sequence[Sequence[int]],
+    config: EngineConfig,
+    sampling: Sampling,
+) -> tuple[Parts, list[Parts]]:
+    """Times rounds of one shape with each of the drafts, all in turns with plain rounds.
+
+    Returns a plain round and one of each draft. They verify the same number of nodes, so their verification is the
+    median over all of them. Other arguments as those of `measure_step_times`."""
+    with _batches(target, [None, *drafts], shape, prompts, config, sampling) as (plain, *drafting):
+        plain_rounds, *rounds = _in_turns([(plain, None), *((one, shape) for one in drafting)], DRAFT_ROUNDS)
+    verify_s = _median([one for own in rounds for one in own]).verify_s
+    return replace(_median(plain_rounds), draft_s=0.0), [replace(_median(own), verify_s=verify_s) for own in rounds]
+
+
+@contextmanager
+def _batches(
+    target: Target,
+    drafts: Sequence[Draft | None],
+    shape: DraftShape,
+    prompts: Sequence[Sequence[int]],
+    config: EngineConfig,
+    sampling: Sampling,
+) -> Iterator[list[_Batch]]:
+    """Yields a full batch in an engine for each draft; None: a plain engine. shape: the largest one."""
+    params = SamplingParams(
+        sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
+    )
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    config = with_context(config, max(map(len, prompts)), params.max_tokens)
+    with ExitStack() as engines:
+        found = []
+        for draft in drafts:
+            own = config if draft is None else replace(config, shape=shape.as_text())
+            engine = engines.enter_context(closing(build_engine(own, target, draft).engine))
+            found.append(_Batch(engine, prompts, params))
+        yield found
+
+
+def _in_turns(
+    modes: Sequence[tuple[_Batch, DraftShape | None]], count: int, on_progress: Callable[[int, int], None] | None = None
+) -> list[list[Parts]]:
+    """Runs `count` rounds of each mode, and one more that is not timed. Every turn starts with the next mode."""
+    found: list[list[Parts]] = [[] for _ in modes]
+    for turn in range(count + 1):
+        for place, at in enumerate(rotated(range(len(modes)), turn), start=1):
+            batch, shape = modes[at]
+            one = batch.round(shape)
+            if turn:
+                found[at].append(one)
+            if on_progress is not None:
+                on_progress(turn * len(modes) + place, (count + 1) * len(modes))
+    return found
 
 
 def _median(parts: Sequence[Parts]) -> Parts:
@@ -164,7 +209,8 @@ class _Batch:
     ids: Iterator[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        most = self.engine.context_length // 2  # the rest is for the answer
+        context = self.engine.context_length  # at least half of it is for the prompt
+        most = max(context // 2, context - self.params.max_tokens)
         self.ids = cycle([one[:most] for one in self.prompts])
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from toolkit.bench.records import command_line, make_record, write_record
 from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import measured_shape
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.forecast import load_head
 from toolkit.pipeline.token_map import write_map
 from toolkit.targets.facts import target_facts
@@ -48,32 +47,38 @@ def choose_size(counts: Counts, out: Path, name: str, target_name: str | None = 
             "tokenizer and --vocab-size"
         )
     total, forced = counts.total(), counts.forced_ids
-    maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
+    sizes = sizes_of(counts.vocab_size, len(forced))
+    map_of = lambda size: build_token_map(total, size=size, forced_ids=forced)  # noqa: E731
     shape = measured_shape(draft, False, None, 1)
     # A head with its own matrix is read again for each size: packed weights cannot be changed.
     open_draft = (lambda: open_head(name)) if draft.head.config.own_vocabulary else (lambda: draft)
     sampling = Sampling(TOKENS, 0.0, 0)
     prompts = limited(builtin_prompts(), PROMPTS)
-    yield f"choosing the size for {name}: {len(maps)} sizes, shape {shape.as_text()}"
-    results = measure_sizes(target, open_draft, maps, shape, prompts, sampling, config)
+    yield f"choosing the size for {name}: {len(sizes)} sizes, shape {shape.as_text()}"
+    results = measure_sizes(target, open_draft, sizes, map_of, shape, prompts, sampling, config)
     chosen = best_size(results)
     write_map(counts, out, chosen.size, None)
     described = {"target": describe_target(target), "draft": describe_draft(draft)}
     settings = {"shape": shape.as_text(), "prompts": PROMPTS, "max_tokens": TOKENS, "chosen": chosen.size}
-    rows = [{"corpus": out.name, **asdict(one), "head_seconds": one.head_s} for one in results]
+    rows = [{"corpus": out.name, **asdict(one)} for one in results]
     write_record(out / RECORD, make_record("token_map", command_line(), settings, rows, **described))
-    yield from _table(results, chosen, shape)
-
-
-def _table(results: list[SizeResult], chosen: SizeResult, shape: DraftShape) -> Iterator[str]:
-    yield f"  {'size':>7}  {'of answers':>10}  {'draft ms':>8}  {'accept_length':>22}  {'over plain decoding':>22}"
-    for one in results:
-        length = f"{one.predicted_accept_length:.2f} predicted"
-        speed = f"{one.predicted_speedup:.2f}x predicted"
-        if one.accept_length is not None and one.speedup is not None:
-            length = f"{one.accept_length:.2f} ({length})"
-            speed = f"{one.speedup:.2f}x ({speed})"
-        mark = "  <- chosen" if one is chosen else ""
-        measured = f"{100 * (one.coverage or 0):>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}"
-        yield f"  {one.name:>7}  {measured}{mark}"
+    yield from size_table(results, {chosen.name: "chosen"})
     yield f"one request, shape {shape.as_text()}; sizes with two numbers ran end to end, beside plain decoding\n"
+
+
+def size_table(results: Sequence[SizeResult], marks: Mapping[str, str]) -> Iterator[str]:
+    """Lines for the user, one for each size. marks: by name, what is written after its line."""
+    yield f"  {'size':>14}  {'of answers':>10}  {'draft ms':>8}  {'accept_length':>22}  {'over plain decoding':>22}"
+    for one in results:
+        covers = "-" if one.coverage is None else f"{100 * one.coverage:.1f}%"
+        length = _measured_and_predicted(one.accept_length, one.predicted_accept_length, "")
+        speed = _measured_and_predicted(one.speedup, one.predicted_speedup, "x")
+        mark = f"  <- {marks[one.name]}" if one.name in marks else ""
+        yield f"  {one.name:>14}  {covers:>10}  {1000 * one.head_seconds:>8.2f}  {length:>22}  {speed:>22}{mark}"
+
+
+def _measured_and_predicted(measured: float | None, predicted: float | None, unit: str) -> str:
+    found = "" if measured is None else f"{measured:.2f}{unit}"
+    if predicted is None:
+        return found
+    return f"{found} ({predicted:.2f}{unit} predicted)" if found else f"{predicted:.2f}{unit} predicted"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -19,6 +20,8 @@ from toolkit.infer.load.config import ConfigError
 from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.fixed_linear import linear_rows
+from toolkit.targets.new_weights import copy_weights
 from toolkit.tokenmap.token_map import TokenMap
 
 KEPT = [0, 1, 2, 3, 4, 5, 6, 7]
@@ -39,21 +42,50 @@ def head_of(name, target, shared_draft, kept=KEPT) -> DraftCheckpoint:
     return DraftCheckpoint(head=head.eval().requires_grad_(False), token_map=TokenMap.from_ids(kept, 24))
 
 
+def rows_over(target, size, of_map=None) -> DynamicRows:
+    """Dynamic rows beside the map KEPT, whose layer cannot be joined unless it is given."""
+    return DynamicRows(target, TokenMap.from_ids(KEPT, 24), size, None, of_map or nn.Identity())
+
+
 def test_the_latest_ids_have_rows(small_target):
     """Least recent ids lose theirs; all rows have different ids, and are those of the target's matrix."""
-    rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 4, None)
+    rows = rows_over(small_target, 4)
     assert rows.to_target.tolist() == [*KEPT, 8, 9, 10, 11]
     rows.use([20, 3, 21, 20])  # 3 is in the map; 8 and 9 were the least recent
-    assert rows.to_target.tolist() == [*KEPT, 20, 21, 10, 11]
+    assert rows.to_target.tolist() == [*KEPT, 21, 20, 10, 11]
     rows.use([11, 15, 16, 17])  # 10, then 21 and 20, which were used before 11
     assert sorted(rows.to_target[len(KEPT) :].tolist()) == [11, 15, 16, 17]
     rows.use(range(24))  # more than there are rows: the last ones
     assert sorted(rows.to_target[len(KEPT) :].tolist()) == [20, 21, 22, 23]
     states = torch.randn(3, 64)
-    wanted = small_target.lm_head(states)[:, rows.to_target[len(KEPT) :]]
-    torch.testing.assert_close(rows.logits(states), wanted)
-    rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 100, None)
+    wanted = small_target.lm_head(states)[:, rows.to_target]
+    torch.testing.assert_close(rows.logits(states, lambda states: small_target.lm_head(states)[:, KEPT]), wanted)
+    rows = rows_over(small_target, 100)
     assert rows.to_target.tolist() == list(range(24)), "no more rows than the target has"
+
+
+def test_a_repeated_id_takes_one_row(small_target):
+    """Four ids have rows after a text that ends with one of them many times."""
+    rows = rows_over(small_target, 4)
+    rows.use([20, 21, 22, *[23] * 10])
+    assert sorted(rows.to_target[len(KEPT) :].tolist()) == [20, 21, 22, 23]
+
+
+def test_one_product_scores_map_and_block(small_target):
+    """Beside a plain layer neither the layer nor a second product runs; new weights of the layer are seen."""
+    with torch.inference_mode():  # as engines are built
+        weight = small_target.lm_head.weight
+        of_map = linear_rows(weight, None, torch.tensor(KEPT))
+        rows = rows_over(small_target, 4, of_map)
+        rows.use([20, 21])
+    states = torch.randn(3, 64)
+    wanted = states @ weight[rows.to_target].T
+    torch.testing.assert_close(rows.logits(states, of_map=None), wanted)
+    torch.testing.assert_close(of_map(states), wanted[:, : len(KEPT)])
+    copy_weights(of_map, {"weight": weight[KEPT] + 1})
+    changed = rows.logits(states, of_map=None)
+    torch.testing.assert_close(changed[:, : len(KEPT)], states @ (weight[KEPT] + 1).T)
+    torch.testing.assert_close(changed[:, len(KEPT) :], wanted[:, len(KEPT) :])
 
 
 @pytest.mark.parametrize("name", ["eagle2", "mtp", "mtp-three-layers", "eagle3"])
@@ -163,7 +195,8 @@ def test_a_quantised_target(name, quantization, small_target, shared_draft, tmp_
     rows = engine.drafter._head.dynamic
     states = torch.randn(3, 64)
     wanted = target.lm_head(states)[:, rows.to_target[len(KEPT) :]]
-    torch.testing.assert_close(rows.logits(states), wanted, atol=1e-4, rtol=1e-4)
+    scores = rows.logits(states, lambda states: states)[:, states.shape[1] :]
+    torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
     engine.close()
 
 

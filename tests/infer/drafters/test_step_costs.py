@@ -114,12 +114,15 @@ def test_plain_rounds_of_long_ago_say_nothing_of_a_draft():
     assert costs.seconds(1, CHAIN_2) == 30.0
 
 
-def test_times_of_another_number_of_threads_are_forgotten():
-    """At every batch size; what is measured next estimates the others, as in the beginning."""
+def test_plain_rounds_measured_again_rescale_all_arms():
+    """With half of the threads all rounds take longer. The times of before say how much a draft adds to a plain one."""
     costs = StepCosts()
-    for batch in (1, 4):
-        costs.add(batch, None, 0.0, 10.0)
+    costs.add(1, CHAIN_4, 1.0, 12.0)  # before any plain round
+    costs.add(1, None, 0.0, 10.0)
     costs.add(1, CHAIN_2, 1.0, 11.0)
-    costs.forget()
-    costs.add(4, None, 0.0, 20.0)
-    assert costs.all(1, (None, CHAIN_4)) == {None: 20.0, CHAIN_4: 20.0 * (5 + 4 * LEVEL_GUESS)}
+    costs.add(4, None, 0.0, 15.0)  # nothing was drafted for so many
+    costs.forget_plain()
+    assert costs.needs_plain(1) and not costs.needs_plain(4)
+    costs.add(1, None, 0.0, 20.0)
+    assert costs.all(1, (None, CHAIN_2, CHAIN_4)) == {None: 20.0, CHAIN_2: 24.0, CHAIN_4: 26.0}
+    assert costs.all(4, (None,)) == {None: 20.0} and not costs.needs_plain(1)

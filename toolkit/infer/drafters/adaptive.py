@@ -121,7 +121,8 @@ class AdaptiveShape:
         self._begin()
         arm: Shape = None
         if not self._settled(requests):
-            arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
+            unknown = self._plain_rounds < FIRST_ROUNDS or self._costs.needs_plain(len(requests))
+            arm = None if unknown else self._pick(requests)
             known = self._acceptance.known_share(requests)
             self._probe_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
         # Probe before a head's first trial, and after a pause: drafting would include the read of unread positions.
@@ -135,13 +136,14 @@ class AdaptiveShape:
         self._rounds += 1
         self._trial_pace = None
         if self._threads != get_num_threads():
-            self._threads, self._plain_rounds, self._account = get_num_threads(), 0, None
-            self._costs.forget()
+            self._threads, self._plain_rounds = get_num_threads(), 0
+            self._costs.forget_plain()
 
     def _run(self, requests: Sequence[Request], arm: Shape, lookup: Lengths) -> Arm:
         """Returns the arm of the round: `arm`, or where lookup drafts too and that is faster, a LookupArm."""
         self._chosen = arm
-        if lookup and not self.probe_due and self._trial_pace is None and self._plain_rounds >= FIRST_ROUNDS:
+        known = self._plain_rounds >= FIRST_ROUNDS and not self._costs.needs_plain(len(requests))
+        if lookup and not self.probe_due and self._trial_pace is None and known:
             if (found := self._with_lookup(requests, arm, lookup)) is not None:
                 return found
         self._unread = 0 if arm is not None else self._unread + 1

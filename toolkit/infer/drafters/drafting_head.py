@@ -68,7 +68,8 @@ class DraftingHead:
         self.module, self.config = draft.head, draft.head.config
         self.stages, self.width = self.config.stages, self.config.feature_size
         self.output = None if self.config.own_vocabulary else SharedOutput(target, draft)
-        self.dynamic = _dynamic_rows(draft, target)
+        self._of_map: nn.Module = self.module.lm_head if self.output is None else self.output
+        self.dynamic = _dynamic_rows(draft, target, self._of_map)
         fixed = draft.token_map.ids.to(target.device)
         self.to_target = fixed if self.dynamic is None else self.dynamic.to_target
         ids = self.config.features.layer_ids(target.n_layers)
@@ -89,8 +90,7 @@ class DraftingHead:
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
         states = self.module.normed(self.module.read(stage, hidden))
-        logits = self.module.lm_head(states) if self.output is None else self.output(states)
-        return logits if self.dynamic is None else torch.cat((logits, self.dynamic.logits(states)), dim=-1)
+        return self._of_map(states) if self.dynamic is None else self.dynamic.logits(states, self._of_map)
 
     def weights_changed(self) -> None:
         """Copies again what it holds of the target's output matrix."""
@@ -104,18 +104,18 @@ class DraftingHead:
         self._capture.remove()
 
 
-def _dynamic_rows(draft: DraftCheckpoint, target: Target) -> DynamicRows | None:
+def _dynamic_rows(draft: DraftCheckpoint, target: Target, of_map: nn.Module) -> DynamicRows | None:
     """The dynamic rows that the draft asks for; None if the map keeps all ids, or the head has other rows."""
-    size, config = draft.dynamic_rows, draft.head.config
+    size = draft.dynamic_rows
     if not size:
         return None
     if draft.token_map.size == target.vocab_size:
         log.warning("no dynamic rows: the head drafts all %d ids already; --token-map cuts them", target.vocab_size)
         return None
-    if not config.own_vocabulary:
-        return DynamicRows(target, draft.token_map, size, target.finish_scores)
+    if isinstance(of_map, SharedOutput):
+        return DynamicRows(target, draft.token_map, size, target.finish_scores, of_map.lm_head)
     if rows_agree(draft.head.lm_head.weight, target, draft.token_map):
-        return DynamicRows(target, draft.token_map, size, None)
+        return DynamicRows(target, draft.token_map, size, None, of_map)
     log.warning("no dynamic rows: the head's output matrix is not the target's (train.head.lm_head frozen or target)")
     return None
 

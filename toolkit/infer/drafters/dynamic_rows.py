@@ -15,12 +15,12 @@ Shapes: D rows of the token map, E rows of the block, V target vocabulary, H hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
@@ -36,11 +36,18 @@ COMPARED = 256  # rows
 class DynamicRows:
     """The block. weight [E, H], bias [E] or None. to_target [D + E]: the target ids of all rows; the last E change.
 
-    finish: the target's logit factor or soft cap; None: a head with an output matrix of its own applies none.
+    finish: the target's logit factor or soft cap; None: a head with an output matrix of its own applies none. of_map:
+    the layer of the map's rows. If it is a plain one, its weight and the block's become parts of one matrix, and one
+    product scores both.
     """
 
     def __init__(
-        self, target: Target, token_map: TokenMap, size: int, finish: Callable[[Tensor], Tensor] | None
+        self,
+        target: Target,
+        token_map: TokenMap,
+        size: int,
+        finish: Callable[[Tensor], Tensor] | None,
+        of_map: nn.Module,
     ) -> None:
         kept = token_map.t2d.tolist()
         self._first = list(islice((token for token in range(target.vocab_size) if not kept[token]), size))
@@ -49,7 +56,25 @@ class DynamicRows:
         self.to_target = torch.cat((token_map.ids, token_map.ids.new_zeros(count))).to(target.device)
         self.weight = torch.empty(count, target.hidden_size, dtype=target.dtype, device=target.device)
         self.bias = None if target.lm_head.bias is None else target.lm_head.bias.new_empty(count)
+        self._whole: tuple[Tensor, Tensor | None] | None = None  # weight [D + E, H] and bias [D + E] of map and block
+        if isinstance(of_map, nn.Linear) and (of_map.bias is None) == (self.bias is None):
+            self._whole = self._joined(of_map)
         self.restart()
+
+    @torch.inference_mode(False)  # new weights are copied into the layer outside of that mode
+    def _joined(self, of_map: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Moves the layer's weight and bias, and the block's, into common tensors."""
+
+        def joined(own: Tensor, block: Tensor) -> tuple[Tensor, nn.Parameter, Tensor]:
+            whole = own.new_empty(len(own) + len(block), *own.shape[1:])
+            whole[: len(own)] = own.detach()
+            return whole, nn.Parameter(whole[: len(own)], requires_grad=False), whole[len(own) :]
+
+        weight, of_map.weight, self.weight = joined(of_map.weight, self.weight)
+        if self.bias is None or of_map.bias is None:
+            return weight, None
+        bias, of_map.bias, self.bias = joined(of_map.bias, self.bias)
+        return weight, bias
 
     def restart(self) -> None:
         """Gives the rows to the first ids again, from the target's current weights."""
@@ -62,11 +87,11 @@ class DynamicRows:
         slots = torch.arange(len(self._first), device=self.to_target.device)
         self._fill(slots, torch.tensor(self._first, dtype=torch.long, device=self.to_target.device))
 
-    def use(self, tokens: Iterable[int]) -> None:
+    def use(self, tokens: Sequence[int]) -> None:
         """Gives these ids rows, the last one being the most recent; ids of the token map have theirs already."""
-        outside = [token for token in tokens if not self._kept[token]]
+        outside = list(dict.fromkeys(token for token in reversed(tokens) if not self._kept[token]))
         changed: dict[int, int] = {}
-        for token in outside[-len(self._slots) :]:
+        for token in reversed(outside[: len(self._slots)]):
             slot = self._slots.pop(token, None)
             if slot is None:
                 oldest = next(iter(self._slots))
@@ -85,10 +110,11 @@ class DynamicRows:
         if self.bias is not None and self._bias is not None:
             self.bias[slots] = self._bias[ids]
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., E] of normed states [..., H]."""
-        scores = F.linear(states.to(self.weight.dtype), self.weight, self.bias)
-        return scores if self._finish is None else self._finish(scores)
+    def logits(self, states: Tensor, of_map: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits [..., D + E] of normed states [..., H]; of_map: returns those of the map's rows, [..., D]."""
+        scores = F.linear(states.to(self.weight.dtype), *(self._whole or (self.weight, self.bias)))
+        scores = scores if self._finish is None else self._finish(scores)
+        return scores if self._whole is not None else torch.cat((of_map(states), scores), dim=-1)
 
 
 def rows_agree(own: Tensor, target: Target, token_map: TokenMap) -> bool:

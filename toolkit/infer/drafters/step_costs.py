@@ -60,6 +60,11 @@ class Seconds:
         self._rounds.append((draft, verify, plain))
         self._known = None
 
+    def measured_beside(self, plain: float | None) -> None:
+        """Gives rounds without a time of a plain round this one."""
+        rounds = [(draft, verify, then or plain) for draft, verify, then in self._rounds]
+        self._rounds, self._known = deque(rounds, maxlen=WINDOW), None
+
     def parts(self, plain: float | None = None) -> tuple[float, float]:
         """Returns the seconds of a typical round: drafting, and the rest.
 
@@ -90,10 +95,23 @@ class StepCosts:
             self._since_plain[size] = since = self._since_plain.get(size, WINDOW) + 1
             seen.setdefault(arm, Seconds()).add(draft, verify, _plain(seen) if since < WINDOW else None)
 
-    def forget(self) -> None:
-        """Forgets all times, after a change that makes rounds slower or faster: that of the number of threads."""
-        self._seen.clear()
-        self._since_plain.clear()
+    def forget_plain(self) -> None:
+        """Forgets the times of plain rounds. Once measured again, they rescale the times of the drafting rounds.
+
+        For a change that makes all rounds slower or faster, as that of the number of threads.
+        """
+        for size, seen in list(self._seen.items()):
+            plain, self._since_plain[size] = _plain(seen), WINDOW
+            seen.pop(None, None)
+            for times in seen.values():
+                times.measured_beside(plain)
+            if not seen:
+                del self._seen[size]
+
+    def needs_plain(self, batch: int) -> bool:
+        """Returns whether rounds of this batch size were measured, but no plain one since `forget_plain`."""
+        seen = self._seen.get(_bucket(batch))
+        return seen is not None and None not in seen
 
     def all(self, batch: int, arms: Sequence[A]) -> dict[A, float]:
         """Returns the seconds of a round for each arm not much larger than the largest one run at this batch size.
