@@ -55,7 +55,6 @@ def forecast_record(
         target=describe_target(target),
         draft=describe_draft(draft),
         answers=len(surface.references),
-        differing_answers=surface.differing,
     )
 
 
@@ -87,11 +86,6 @@ def print_surface(record: Row, console: Console | None = None) -> None:
         console.print(
             f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; `toolkit "
             "search` measures which shape is the fastest"
-        )
-    if record["differing_answers"]:
-        console.print(
-            f"{record['differing_answers']} of the answers that were replayed differ from plain decoding's, since "
-            "rounding to 16 bits decided between two tokens; with --dtype float32 the forecast is exact"
         )
 
 
