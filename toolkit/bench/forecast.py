@@ -1,8 +1,9 @@
 """Forecast accept_length of any draft shape, without drafting in it.
 
-The target answers the prompts plainly. For each top_k a second pass is forced to write the same answers, in every
-dtype. It drafts the largest tree after every token and keeps what each smaller tree would have accepted there
-(`candidate_recorder.py`). Replaying the jumps root -> root + accepted + 1 then gives the verify steps, shape by shape:
+The target answers the prompts plainly, or has answered them before (`rollout_answers.py`). For each top_k another pass
+is forced to write the same answers, in every dtype. It drafts the largest tree after every token and keeps what each
+smaller tree would have accepted there (`candidate_recorder.py`). Replaying the jumps root -> root + accepted + 1 then
+gives the verify steps, shape by shape:
 
     answer        A0  A1  A2  A3  A4      A0 comes from the prefill
     root          A0 --accepts 1--> A2 --accepts 0--> A3 ...       each step commits accepted + 1 tokens
@@ -155,22 +156,44 @@ def forecast_surface(
     counts answers of all passes. Raises BenchError if no answer has a complete verify step, and the errors of
     `build_engine` and `run_side_by_side`.
     """
-    shapes = {shape.top_k: shape for shape in largest}
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    batch, total = config.max_running_requests, sum(len(one.turns) for one in prompts) * (1 + len(shapes))
-    tell = (lambda done, _: on_progress(done, total)) if on_progress is not None else None
+    largest = list(largest)
+    config, batch = replace(config, prefix_cache=False, adaptive=False, shape=None), config.max_running_requests
+    answers = sum(len(one.turns) for one in prompts)
+
+    def tell(done: int) -> None:
+        if on_progress is not None:
+            on_progress(done, answers * (1 + len(largest)))
+
     with closing(build_engine(config, target).engine) as engine:
         rounds = run_side_by_side(
-            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0, on_progress=tell
-        )
+            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0,
+            on_progress=lambda done, _: tell(done),
+        )  # fmt: skip
     references = [answer for one in rounds for answer in one.answers]
+    return replay_answers(target, draft, references, largest, config, lambda done, _: tell(answers + done))
+
+
+def replay_answers(
+    target: Target,
+    draft: DraftCheckpoint,
+    references: list[LoggedAnswer],
+    largest: Iterable[DraftShape],
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Surface:
+    """Draft the largest tree of each top_k at every position of answers that the target has written before.
+
+    Arguments and errors: as of `forecast_surface`.
+    """
+    shapes = {shape.top_k: shape for shape in largest}
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     found: dict[int, list[ForecastAnswer]] = {}
-    for done, (top_k, shape) in enumerate(shapes.items(), start=1):
+    for done, (top_k, shape) in enumerate(shapes.items()):
         found[top_k] = []
-        for one in _pass(target, draft, shape, references, config, batch):
+        for one in _pass(target, draft, shape, references, config):
             found[top_k].append(one)
-            if tell is not None:
-                tell(done * len(references) + len(found[top_k]), total)
+            if on_progress is not None:
+                on_progress(done * len(references) + len(found[top_k]), len(shapes) * len(references))
     surface = Surface(shapes, found, references)
     if shapes and not any(surface.forecast(one).verify_steps for one in surface.shapes()):
         raise BenchError(
@@ -186,9 +209,9 @@ def _pass(
     shape: DraftShape,
     references: Sequence[LoggedAnswer],
     config: EngineConfig,
-    batch: int,
 ) -> Iterator[ForecastAnswer]:
     """Yields the forecast of every answer."""
+    batch = config.max_running_requests
     with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
         for start in range(0, len(references), batch):
             group = references[start : start + batch]
