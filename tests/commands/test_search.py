@@ -51,6 +51,15 @@ def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFix
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
 
 
+@pytest.mark.parametrize("temperature", ["0", "0.5"])
+def test_forecast_says_what_sampled_answers_are(
+    draft: Path, temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["forecast", "--draft", str(draft), *SMALL, "--out", "f.json", "--temperature", temperature]
+    assert cli.main(line) == 0
+    assert ("each answer is one draw, by its seed" in capsys.readouterr().out) == (temperature != "0")
+
+
 @pytest.fixture
 def rollouts(draft: Path) -> list[dict]:
     """Greedy answers of the draft's target; the second row has an earlier answer."""

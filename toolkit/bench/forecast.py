@@ -9,8 +9,8 @@ gives the verify steps, shape by shape:
     root          A0 --accepts 1--> A2 --accepts 0--> A3 ...       each step commits accepted + 1 tokens
 
 In float32 the replay is what the engine does. With 16 bits the engine's verify steps may write other answers, at
-near-ties. Above temperature 0 it holds with `verify` target, whose draws depend on seed and position only; the interval
-shows how far other seeds and prompts may lie.
+near-ties. Above temperature 0 it holds with `verify` target, whose draws depend on seed and position only: one draw of
+each answer is replayed, and the interval is over prompts with their draws.
 """
 
 from __future__ import annotations

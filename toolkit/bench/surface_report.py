@@ -80,6 +80,11 @@ def print_surface(record: Row, console: Console | None = None) -> None:
         else:
             console.print(Text(f"top_k {top_k}: levels downwards, num_draft_tokens (with the root) to the right"))
             console.print(_trees(of_width))
+    if settings["temperature"] > 0:
+        console.print(
+            "each answer is one draw, by its seed: accept_length is that of these draws under --verify target, not an "
+            "expectation over draws; the interval is by prompt, and so over their draws too"
+        )
     best = max(rows, key=lambda row: row["accept_length"] or 0)
     if best["interval"] is not None:
         low, high = best["interval"]
