@@ -244,6 +244,23 @@ def brute_force(record: Record) -> str:
     return f"{table(header, rows)}\n\n{facts}"
 
 
+def checked_heads(record: Record) -> str:
+    """A head and its spoilt copies, and the checks that fail."""
+    header = ("head", "exit status", "what fails", "s")
+    return table(
+        header,
+        (
+            (
+                row["head"],
+                str(row["exit_status"]),
+                "; ".join(f"{name}: {says}" for name, says in row["failed"].items()) or "nothing",
+                decimal(row["seconds"], 0),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
 def training_step(record: Record) -> str:
     """Seconds and memory of a step."""
     header = ("step", "precision", "ids in it", "features", "seconds", "memory beside what is held before")

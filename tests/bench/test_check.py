@@ -25,7 +25,7 @@ from toolkit.bench.check_decoding import sampling_check, sign_flip_p
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
-from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
@@ -46,7 +46,7 @@ from toolkit.train_settings import TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_json, write_json
 
 PROMPTS, TOKENS, SIZE, STEPS = 12, 12, 128, 2
-SIZES = ["--prompts", str(PROMPTS), "--max-tokens", str(TOKENS)]
+SIZES = ["--limit", str(PROMPTS), "--max-tokens", str(TOKENS)]
 CHOSEN = limited(builtin_prompts(), PROMPTS)
 # Settings of a measurement that the check can be compared with.
 MADE = {
@@ -120,7 +120,7 @@ def spoil(good_head, tmp_path) -> Callable[[Change], Path]:
 
 def check(directory: Path, record: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit status, and the record's rows by check."""
-    status = main(["check", "--draft", str(directory), *SIZES, "--json", str(record), *more])
+    status = main(["check", "--draft", str(directory), *SIZES, "--out", str(record), *more])
     return status, {row["check"]: row for row in read_record(record, "check")["rows"]}
 
 
@@ -386,6 +386,27 @@ def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, 
     assert status == 0 and skipped == ["template", "token map", "aux layers", "acceptance"], rows
 
 
+@pytest.mark.parametrize("state", ["skipped", "ok", "FAILED"])
+def test_the_map_of_a_head_that_shares_the_output_matrix(
+    good_head, tiny_target, tiny_target_directory, tmp_path, state
+):
+    """Any map's ids have rows in the target's matrix. Without a hash nothing passes the right one."""
+    torch.manual_seed(5)
+    token_map = load_draft(good_head).token_map
+    if state == "FAILED":
+        tensors = {}
+        other_map({"draft_vocab_size": 80, "vocab_size": tiny_target.vocab_size}, tensors)
+        token_map = TokenMap.from_ids(tensors["t2d"].nonzero()[:, 0].tolist(), tiny_target.vocab_size)
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    meta |= {"token_map_sha256": token_map.sha256} if state == "ok" else {}
+    config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
+    directory = save_draft(tmp_path / "ckpt", MtpHead(config).state_dict(), config, token_map, meta)
+    status, rows = check(directory, tmp_path / "check.json")
+    assert (rows["token map"]["status"], status) == (state, int(state == "FAILED")), rows["token map"]
+    says = {"skipped": "nothing tells whose map it is", "ok": "sha256 as recorded", "FAILED": "covers 50% at least"}
+    assert says[state] in rows["token map"]["detail"]
+
+
 @pytest.mark.parametrize("family", [name for name in ("mimo", "qwen3.5") if name in FAMILIES])
 def test_the_target_s_own_module(tiny_target, tmp_path, family):
     """Latent and linear attention; of a hybrid target no trees are verified."""
@@ -404,7 +425,7 @@ def test_the_target_s_own_module(tiny_target, tmp_path, family):
         ([], "--draft is not given; a head is needed"),
         (["--draft", "ngram", "--target", "smollm2-135m"], "--draft is ngram; a head is needed"),
         (["--draft", "/absent"], "is no draft directory"),
-        (["--draft", "ngram", "--prompts", "0"], "a head is needed"),
+        (["--draft", "ngram", "--limit", "0"], "a head is needed"),
     ],
 )
 def test_what_is_no_head_is_an_error(capsys, words, says):
@@ -414,15 +435,21 @@ def test_what_is_no_head_is_an_error(capsys, words, says):
 
 
 def test_sizes_below_one(good_head, capsys):
-    assert main(["check", "--draft", str(good_head), "--prompts", "0"]) == 2
-    assert "--prompts is 0; at least 1 is needed" in capsys.readouterr().err
+    assert main(["check", "--draft", str(good_head), "--limit", "0"]) == 2
+    assert "--limit is 0; at least 1 is needed" in capsys.readouterr().err
     assert main(["check", "--draft", str(good_head), "--max-tokens", "500"]) == 2
     assert "give fewer --max-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("old", "new"), [("--prompts", "--limit 4"), ("--json", "--out 4")])
+def test_old_names_are_refused(capsys, old, new):
+    assert main(["check", "--draft", "ckpt", old, "4"]) == 2
+    assert f"{old} of `toolkit check` is {new.split()[0]} now; give {new}" in capsys.readouterr().err
 
 
 def test_few_prompts_cannot_tell(good_head, tmp_path):
     """Of four coins all show heads once in 16 times, which is no proof of anything."""
     record = tmp_path / "check.json"
-    assert main(["check", "--draft", str(good_head), "--prompts", "4", "--max-tokens", "8", "--json", str(record)]) == 0
+    assert main(["check", "--draft", str(good_head), "--limit", "4", "--max-tokens", "8", "--out", str(record)]) == 0
     row = next(row for row in read_record(record, "check")["rows"] if row["check"] == "aux layers")
     assert row["status"] == "skipped" and "4 prompts cannot tell" in row["detail"]

@@ -65,7 +65,7 @@ def surface_of() -> Surface:
         1: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, NEVER]]] * 8)),
         2: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, 4]]] * 8)),
     }
-    return Surface(largest, {key: [one] for key, one in answer.items()}, [], 0)
+    return Surface(largest, {key: [one] for key, one in answer.items()}, [])
 
 
 def test_covering_shapes_have_every_part():

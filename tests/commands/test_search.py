@@ -19,6 +19,7 @@ from toolkit.commands.model_arguments import load_from
 from toolkit.heads.registry import head_class
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.targets.target import Target
 
@@ -50,6 +51,80 @@ def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFix
     record = read_record("f.json", "forecast")
     assert shapes_in(record) == SHAPES and record["settings"]["max_tokens"] == 12
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.5"])
+def test_forecast_says_what_sampled_answers_are(
+    draft: Path, temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["forecast", "--draft", str(draft), *SMALL, "--out", "f.json", "--temperature", temperature]
+    assert cli.main(line) == 0
+    assert ("each answer is one draw, by its seed" in capsys.readouterr().out) == (temperature != "0")
+
+
+@pytest.fixture
+def rollouts(draft: Path) -> list[dict]:
+    """Greedy answers of the draft's target; the second row has an earlier answer."""
+    loaded = load_engine(EngineConfig(draft=str(draft)))
+    engine, target, rows = loaded.engine, loaded.target, []
+    for prompt in ([7, 8, 9], [20, 21, 22, 23, 24, 25]):
+        answer = engine.generate([prompt], SamplingParams(max_tokens=12), speculative=False)[0].output_ids
+        spans = [[len(prompt), len(prompt) + len(answer)]]
+        rows.append(
+            {
+                "id": f"row-{len(rows)}", "messages": [{"role": "user", "content": "words"}],
+                "input_ids": [*prompt, *answer], "response_spans": [[2, 3], *spans] if rows else spans,
+                "provenance": {"target": target.name, "temperature": 0.0},
+            }
+        )  # fmt: skip
+    engine.close()
+    return rows
+
+
+def written(rows: list[dict]) -> str:
+    Path("rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "rollouts.jsonl"
+
+
+def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.CaptureFixture[str]) -> None:
+    """The last answer of each row is replayed, and nothing is decoded; tests/bench has the values."""
+    sizes = ["--num-steps", "2", "--num-draft-tokens", "4", "--top-k", "2", "--out", "f.json"]
+    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts), *sizes]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 prompts, 2 answers of at most 12 tokens, temperature 0" in out
+    record = read_record("f.json", "forecast")
+    assert record["settings"]["rollouts"] == "rollouts.jsonl" and "seed" not in record["settings"]
+    tokens = [end - start for start, end in (row["response_spans"][-1] for row in rollouts)]
+    assert all(0 < row["verify_steps"] <= sum(tokens) - 2 for row in record["rows"])
+    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *sizes, "--limit", "1"]) == 0
+    assert read_record("f.json")["answers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"provenance": {"target": "org/other", "temperature": 0.0}}, "was written by org/other, and the target is"),
+        ({"provenance": {"temperature": 0.0}}, "was written by an unnamed target"),
+        ({"provenance": "TEMPERATURE"}, "of temperature 0.7, those before it of 0"),
+        ({"response_spans": []}, "rollouts.jsonl:2: response_spans missing or empty"),
+        ({"response_spans": [[3, 99]]}, "the last response span is [3, 99) of"),
+        ({"input_ids": [1, 2, 3, 4, 5, 6, 7, 90000] * 3}, "ids in 1..90000"),
+    ],
+)
+def test_rollouts_that_are_refused(
+    draft: Path, rollouts: list[dict], change: dict, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts[1] |= change
+    if change == {"provenance": "TEMPERATURE"}:
+        rollouts[1]["provenance"] = rollouts[0]["provenance"] | {"temperature": 0.7}
+    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--temperature", "0"], ["--prompts", "p.jsonl"], ["--max-tokens", "4"]])
+def test_rollouts_have_their_answers(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["forecast", "--draft", "ckpt", "--rollouts", "r.jsonl", *more]) == 2
+    assert f"{more[0]} is for answers that are written here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["forecast", "search"])

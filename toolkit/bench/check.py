@@ -70,7 +70,7 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
     if config.draft is None or name in (NGRAM, NONE):
         given = "not given" if config.draft is None else name
         raise ConfigError(f"`draft` is {given}; a head is needed: a draft directory, a hub id, or native")
-    for option, value, least in (("prompts", limit, 1), ("max-tokens", max_tokens, 2)):  # a draft follows a token
+    for option, value, least in (("limit", limit, 1), ("max-tokens", max_tokens, 2)):  # a draft follows a token
         if value < least:
             raise ConfigError(f"--{option} is {value}; at least {least} is needed")
     device = device_of(config)

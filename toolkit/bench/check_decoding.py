@@ -215,10 +215,11 @@ def forecast_check(head: CheckedHead) -> Finding:
             if asked == shape
         ]
         engine = head.engine(shape, len(own))
-        params = SamplingParams(max_tokens=head.max_tokens)
-        replayed = recorded(engine, [head.prompts[prompt] for prompt, _ in own], params)
+        answers = [head.plain[prompt] for prompt, _ in own]
+        replayed = recorded(engine, [head.prompts[prompt] for prompt, _ in own], answers)
         engine.close()
-        forecast = [ForecastAnswer("", tuple(one.output_ids), needed).accepted(shape) for one, needed in replayed]
+        pairs = zip(answers, replayed, strict=True)
+        forecast = [ForecastAnswer("", tuple(answer), needed).accepted(shape) for answer, needed in pairs]
         served = [[one.accepted for one in request.events if not one.truncated] for _, request in own]
         lengths = [sum(map(sum, each)) / max(1, sum(map(len, each))) + 1 for each in (forecast, served)]
         numbers[f"{shape.name}_forecast"], numbers[f"{shape.name}_engine"] = lengths

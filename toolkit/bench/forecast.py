@@ -1,14 +1,16 @@
 """Forecast accept_length of any draft shape, without drafting in it.
 
-The target answers the prompts plainly. For each top_k a second pass over the same answers drafts the largest tree after
-every token and keeps what each smaller tree would have accepted there (`candidate_recorder.py`). Replaying the jumps
-root -> root + accepted + 1 then gives the verify steps of the engine, shape by shape:
+The target answers the prompts plainly, or has answered them before (`rollout_answers.py`). For each top_k another pass
+is forced to write the same answers, in every dtype. It drafts the largest tree after every token and keeps what each
+smaller tree would have accepted there (`candidate_recorder.py`). Replaying the jumps root -> root + accepted + 1 then
+gives the verify steps, shape by shape:
 
     answer        A0  A1  A2  A3  A4      A0 comes from the prefill
     root          A0 --accepts 1--> A2 --accepts 0--> A3 ...       each step commits accepted + 1 tokens
 
-At temperature 0 the replay is what the engine does. Above 0 it is too with `verify` target, whose draws depend on seed
-and position only; the interval shows how far other seeds and prompts may lie.
+In float32 the replay is what the engine does. With 16 bits the engine's verify steps may write other answers, at
+near-ties. Above temperature 0 it holds with `verify` target, whose draws depend on seed and position only: one draw of
+each answer is replayed, and the interval is over prompts with their draws.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape, candidate_count
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
@@ -75,14 +76,12 @@ class ForecastAnswer:
 class Surface:
     """Forecasts of every shape up to `largest`, by top_k.
 
-    references: the answers of plain decoding. differing: answers of the passes that are other ones (near-ties of 16-bit
-    targets); each pass is replayed on its own answers.
+    references: the answers that every shape is replayed on.
     """
 
     largest: dict[int, DraftShape]
     answers: dict[int, list[ForecastAnswer]]
     references: list[LoggedAnswer]
-    differing: int
 
     def forecast(self, shape: DraftShape) -> Forecast:
         """Raises KeyError for a top_k without a pass, ValueError for a shape beyond the largest."""
@@ -157,26 +156,45 @@ def forecast_surface(
     counts answers of all passes. Raises BenchError if no answer has a complete verify step, and the errors of
     `build_engine` and `run_side_by_side`.
     """
-    shapes = {shape.top_k: shape for shape in largest}
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    batch, total = config.max_running_requests, sum(len(one.turns) for one in prompts) * (1 + len(shapes))
-    tell = (lambda done, _: on_progress(done, total)) if on_progress is not None else None
+    largest = list(largest)
+    config, batch = replace(config, prefix_cache=False, adaptive=False, shape=None), config.max_running_requests
+    answers = sum(len(one.turns) for one in prompts)
+
+    def tell(done: int) -> None:
+        if on_progress is not None:
+            on_progress(done, answers * (1 + len(largest)))
+
     with closing(build_engine(config, target).engine) as engine:
         rounds = run_side_by_side(
-            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0, on_progress=tell
-        )
+            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0,
+            on_progress=lambda done, _: tell(done),
+        )  # fmt: skip
     references = [answer for one in rounds for answer in one.answers]
+    return replay_answers(target, draft, references, largest, config, lambda done, _: tell(answers + done))
+
+
+def replay_answers(
+    target: Target,
+    draft: DraftCheckpoint,
+    references: list[LoggedAnswer],
+    largest: Iterable[DraftShape],
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Surface:
+    """Draft the largest tree of each top_k at every position of answers that the target has written before.
+
+    Arguments and errors: as of `forecast_surface`.
+    """
+    shapes = {shape.top_k: shape for shape in largest}
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     found: dict[int, list[ForecastAnswer]] = {}
-    differing = 0
-    for done, (top_k, shape) in enumerate(shapes.items(), start=1):
-        answers = []
-        for one in _pass(target, draft, shape, references, config, batch):
-            answers.append(one)
-            if tell is not None:
-                tell(done * len(references) + len(answers), total)
-        found[top_k] = [forecast for forecast, _ in answers]
-        differing += sum(tokens != one.output_ids for (_, tokens), one in zip(answers, references, strict=True))
-    surface = Surface(shapes, found, references, differing)
+    for done, (top_k, shape) in enumerate(shapes.items()):
+        found[top_k] = []
+        for one in _pass(target, draft, shape, references, config):
+            found[top_k].append(one)
+            if on_progress is not None:
+                on_progress(done * len(references) + len(found[top_k]), len(shapes) * len(references))
+    surface = Surface(shapes, found, references)
     if shapes and not any(surface.forecast(one).verify_steps for one in surface.shapes()):
         raise BenchError(
             f"no answer has a complete verify step (the longest has {max(len(one.output_ids) for one in references)} "
@@ -191,26 +209,30 @@ def _pass(
     shape: DraftShape,
     references: Sequence[LoggedAnswer],
     config: EngineConfig,
-    batch: int,
-) -> Iterator[tuple[ForecastAnswer, tuple[int, ...]]]:
-    """Yields the forecast of every answer with its tokens."""
+) -> Iterator[ForecastAnswer]:
+    """Yields the forecast of every answer."""
+    batch = config.max_running_requests
     with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
         for start in range(0, len(references), batch):
             group = references[start : start + batch]
             prompts = [one.question.prompt_ids for one in group]
-            answers = recorded(engine, prompts, [one.question.params for one in group])
-            for one, (request, needed) in zip(group, answers, strict=True):
-                tokens = tuple(request.output_ids)
-                yield ForecastAnswer(one.question.prompt.question_id, tokens, needed), tokens
+            answers = recorded(engine, prompts, [one.output_ids for one in group])
+            for one, needed in zip(group, answers, strict=True):
+                yield ForecastAnswer(one.question.prompt.question_id, one.output_ids, needed)
 
 
-def recorded(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-) -> list[tuple[Request, Array]]:
-    """Returns plain answers to the prompts, each with what the trees of the engine's shape would have accepted in it
-    (`nodes_needed`). The engine has a head, and is used for nothing else afterwards."""
+def recorded(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Array]:
+    """Returns what the trees of the engine's shape would have accepted in each answer to a prompt (`nodes_needed`).
+
+    The engine is forced to write the answers. It has a head, and is used for nothing else afterwards."""
     if isinstance(engine.drafter, HeadDrafter):
         engine.drafter = CandidateRecorder(engine.drafter)
     assert isinstance(engine.drafter, CandidateRecorder), "a head is forecast"
-    requests = engine.generate(prompts, params)
-    return [(request, engine.drafter.needed(request)) for request in requests]
+    requests = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        request = engine.add_request(prompt, SamplingParams(max_tokens=len(answer), ignore_eos=True))
+        request.forced_ids = answer
+        requests.append(request)
+    while engine.has_work():
+        engine.step()
+    return [engine.drafter.needed(request) for request in requests]

@@ -55,7 +55,6 @@ def forecast_record(
         target=describe_target(target),
         draft=describe_draft(draft),
         answers=len(surface.references),
-        differing_answers=surface.differing,
     )
 
 
@@ -78,17 +77,17 @@ def print_surface(record: Row, console: Console | None = None) -> None:
         else:
             console.print(Text(f"top_k {top_k}: levels downwards, num_draft_tokens (with the root) to the right"))
             console.print(_trees(of_width))
+    if settings["temperature"] > 0:
+        console.print(
+            "each answer is one draw, by its seed: accept_length is that of these draws under --verify target, not an "
+            "expectation over draws; the interval is by prompt, and so over their draws too"
+        )
     best = max(rows, key=lambda row: row["accept_length"] or 0)
     if best["interval"] is not None:
         low, high = best["interval"]
         console.print(
             f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; `toolkit "
             "search` measures which shape is the fastest"
-        )
-    if record["differing_answers"]:
-        console.print(
-            f"{record['differing_answers']} of the answers that were replayed differ from plain decoding's, since "
-            "rounding to 16 bits decided between two tokens; with --dtype float32 the forecast is exact"
         )
 
 

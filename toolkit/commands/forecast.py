@@ -5,22 +5,31 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.model_arguments import engine_config, errors_with_flags
+from toolkit.commands.model_arguments import engine_config, errors_with_flags, flag_of
 from toolkit.commands.prompt_arguments import (
     add_head_arguments,
     add_prompt_arguments,
     add_size_arguments,
     prompt_settings,
 )
+from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.pipeline.launch import set_threads
 
 HELP = "forecast accept_length of every draft shape of a head, without serving"
 BATCH = 8
+ANSWERS = ("prompts", "max_tokens", "temperature")  # options of the answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_head_arguments(parser)
     add_prompt_arguments(parser)
+    parser.add_argument(
+        "--rollouts",
+        type=Path,
+        metavar="FILE",
+        help="replay the last answer of each row of this file of `toolkit rollouts`, in place of answers to prompts; "
+        "--limit takes its first N rows",
+    )
     parser.add_argument(
         "--top-k", type=int, nargs="+", metavar="K", help="branches per node, one pass each (default: 1 2 4 8)"
     )
@@ -40,14 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record to write, and a heat map beside it (default: runs/forecast-...)",
     )
     parser.epilog = (
-        "The target answers the prompts, and for each top_k the head drafts the largest tree after every token. The "
-        "accept_length of every smaller tree follows by replay; greedy and in float32 it is exactly the engine's "
-        "(with --dynamic-rows: an engine's of the same --batch, whose requests share the rows)."
+        "The target answers the prompts, and for each top_k the head drafts the largest tree after every token of "
+        "these answers. The accept_length of every smaller tree follows by replay; greedy and in float32 it is exactly "
+        "the engine's (with --dynamic-rows: an engine's of the same --batch, whose requests share the rows)."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the surface, writes the record and the heat map."""
+    given = [name for name in ANSWERS if getattr(args, name) is not None]
+    if args.rollouts is not None and given:
+        raise ArgumentsError(f"{flag_of(given[0])} is for answers that are written here; --rollouts has its answers")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
     from toolkit.pipeline.forecast import forecast_head
@@ -60,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             top_ks=args.top_k,
             num_steps=args.num_steps,
             num_draft_tokens=args.num_draft_tokens,
+            rollouts=args.rollouts,
             out=args.out,
         )
     for path in paths:

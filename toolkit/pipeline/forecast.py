@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from toolkit.bench.acceptance import describe_token_map
 from toolkit.bench.answers import Sampling
@@ -13,10 +15,12 @@ from toolkit.bench.forecast import (
     TOP_KS,
     forecast_surface,
     largest_shape,
+    replay_answers,
     supported_shapes,
 )
 from toolkit.bench.prompts import BUILTIN, limited
 from toolkit.bench.records import command_line, machine_name, write_record
+from toolkit.bench.rollout_answers import rollout_answers
 from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -38,25 +42,33 @@ def forecast_head(
     top_ks: Sequence[int] | None = None,
     num_steps: int | None = None,
     num_draft_tokens: int | None = None,
+    rollouts: Path | None = None,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
     """Forecast `config.draft`, and print the surface. Returns the paths of record and picture.
 
+    rollouts: a file whose answers are replayed; of `wanted` only `limit` is read then, and `seed` is not.
     Raises `ConfigError` for n-gram lookup, `DraftShapeError`, `DraftDirError`, `TargetError`, `DataError`.
     """
     largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
-    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
+    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit) if rollouts is None else []
     target, draft = load_head(config)
     largest = supported_shapes(target, draft, largest)
-    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
-    with progress_bar("forecast", "answer") as show:
-        surface = forecast_surface(target, draft, prompts, largest, sampling, config, show)
+    answers: dict[str, Any]
+    if rollouts is None:
+        sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
+        with progress_bar("forecast", "answer") as show:
+            surface = forecast_surface(target, draft, prompts, largest, sampling, config, show)
+        answers = {"prompts": prompts_from(wanted), **asdict(sampling)}
+    else:
+        references, temperature = rollout_answers(rollouts, target, wanted.limit)
+        with progress_bar("forecast", "answer") as show:
+            surface = replay_answers(target, draft, references, largest, config, show)
+        longest = max(len(one.output_ids) for one in references)
+        answers = {"rollouts": rollouts.name, "max_tokens": longest, "temperature": temperature}
     settings = {
-        "prompts": prompts_from(wanted),
+        **answers,
         "limit": wanted.limit,
-        "max_tokens": wanted.max_tokens,
-        "temperature": wanted.temperature,
-        "seed": seed,
         "token_map": describe_token_map(config),
         "dynamic_rows": config.dynamic_rows,
         "batch": config.max_running_requests,

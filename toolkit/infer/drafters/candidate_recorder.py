@@ -1,4 +1,4 @@
-"""Records what a head would draft after every token of an answer, while the target decodes plainly.
+"""Records what a head would draft after every token of an answer, while the target reads it token by token.
 
 From the candidates of the largest tree at every position follows what any smaller tree of the same top_k would have
 accepted there (`nodes_needed`): the first levels of a deep tree are the candidates of a shallow one, and a tree of n

@@ -58,6 +58,7 @@ class Request:
     speculative: bool = True
     shape: DraftShape | None = None  # its draft shape, limited by the engine's; None: the engine's
     states_seed: bool = False  # True: the caller gave the seed; False: `seeded` added it
+    forced_ids: Sequence[int] | None = None  # the answer to write, whatever the target chooses; eager rounds only
     arrival: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     # written by the Engine only

@@ -1,8 +1,8 @@
-"""Acceptance by chance in place of the target's decision, for benchmarks of hardware.
+"""What is decided in place of the target: acceptance by chance (benchmarks of hardware), and given answers (forecasts).
 
-A step accepts drafts on the tree's deepest path, from the root on. How many is drawn from the rates; the target's
-choices do not matter. The target chooses the token after them. All else is computed as usual, so the times are those of
-a head with this accept_length. The text that is written has no meaning.
+Acceptance by chance: a step accepts drafts on the tree's deepest path, from the root on. How many is drawn from the
+rates; the target's choices do not matter. The target chooses the token after them. All else is computed as usual, so
+the times are those of a head with this accept_length. The text that is written has no meaning.
 
 An accept_length becomes the rates of least variance, as in vLLM's `synthetic_acceptance_length`:
 
@@ -11,7 +11,9 @@ An accept_length becomes the rates of least variance, as in vLLM's `synthetic_ac
 The chance is a pure function of the last committed token and its position, so a run can be repeated, and a recorded
 round needs no generator.
 
-Shapes: B rows, N nodes a row, D depths of the rates.
+With given answers every node chooses the answer's token at its position, so the accepted text is the answer.
+
+Shapes: B rows, N nodes a row, D depths of the rates, L tokens of the longest given answer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.request import Request
 from toolkit.infer.verify.token_distribution import Stream, round_uniform
 
 NO_TOKEN = -1  # equals no choice
@@ -102,3 +105,26 @@ class ForcedAcceptance:
 def _on_device(rates: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the rates, [D] fp64. A copy to the device cannot be recorded."""
     return torch.tensor(rates, dtype=torch.float64, device=device)
+
+
+class ForcedAnswers:
+    """The tokens of `Request.forced_ids` in place of the target's choices. Rows without forced ids keep the choices."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        answers = [torch.tensor(one.forced_ids or [NO_TOKEN]) for one in requests]
+        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=NO_TOKEN)
+        self._ids = padded.to(device)  # [B, L]
+        self._begins = torch.tensor([[len(one.prompt_ids)] for one in requests], device=device)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> ForcedAnswers | None:
+        """None if no request has forced ids."""
+        return cls(requests, device) if any(one.forced_ids for one in requests) else None
+
+    def __call__(self, choices: Tensor, positions: Tensor) -> Tensor:
+        """choices, positions [B, n]: the target's tokens and their indices in the sequence. Returns the tokens [B, n].
+
+        Nodes past the end of an answer keep the target's choice; the request ends before it."""
+        at = (positions - self._begins).clamp(max=self._ids.shape[1] - 1)
+        forced = self._ids.gather(1, at)
+        return torch.where(forced == NO_TOKEN, choices, forced)

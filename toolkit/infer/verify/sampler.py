@@ -26,6 +26,7 @@ from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob
+from toolkit.infer.verify.forced import ForcedAnswers
 from toolkit.infer.verify.logit_edits import LogitEdits, holds_stops, is_edited
 from toolkit.infer.verify.token_distribution import RowDistributions
 from toolkit.infer.verify.verifiers import TARGET, Verifier, VerifyResult
@@ -82,6 +83,7 @@ class Sampler:
         self._asking = [row for row, p in enumerate(params) if p.logprobs is not None]
         self._most = max((p.logprobs or 0 for p in params), default=0)
         self._holding = [request for request in requests if holds_stops(request)]
+        self._forced = ForcedAnswers.of(requests, device)
 
     @property
     def outdated(self) -> bool:
@@ -96,6 +98,8 @@ class Sampler:
             changed = logits[rows].float()
             self._edits.apply(changed, positions[rows], tree, first)
             tokens = tokens.index_copy(0, rows, self._edited_rows(changed, positions[rows], tree))
+        if self._forced is not None:
+            tokens = self._forced(tokens, positions)
         if not self._asking:
             return Choices(tokens, None)
         asked = NodeLogprobs.of(self._asking, self._most, logits[self._asking], tokens[self._asking])
