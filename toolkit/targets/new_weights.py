@@ -36,14 +36,26 @@ def check_weights(module: nn.Module, tensors: Mapping[str, Tensor], where: str) 
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy checked `tensors` into `module`, in the dtype and format of each of its weights."""
+    """Copy checked `tensors` into `module`, in the dtype and format of each of its weights.
+
+    They are moved to the weights' devices first, so that one that cannot be moved changes nothing. Memory: a copy of
+    those on another device or of another dtype.
+    """
     wanted = _weights(module)
+    moved = {name: _moved_to(tensors[name], one) for name, one in wanted.items()}
     for name, one in wanted.items():
         if isinstance(one, Tensor):
-            one.copy_(tensors[name])
+            one.copy_(moved[name])
     for name, one in wanted.items():  # after their biases
         if isinstance(one, FixedLinear):
-            one.set_weight(tensors[name])
+            one.set_weight(moved[name])
+
+
+def _moved_to(given: Tensor, weight: Tensor | FixedLinear) -> Tensor:
+    """`given` on the device of `weight`, and in its dtype, which a packed or quantised one chooses itself."""
+    if isinstance(weight, FixedLinear):
+        return given.to(next(weight.buffers()).device)
+    return given.to(weight.device, weight.dtype)
 
 
 def with_tied(target: Target, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

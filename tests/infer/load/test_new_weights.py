@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.errors import TargetError
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import cpu_door
+from toolkit.infer.load import llm as llm_module
 from toolkit.infer.load.config import ConfigError
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.targets.target import Target
@@ -195,6 +197,41 @@ def test_weights_that_do_not_fit_change_nothing(folders):
         assert written(llm) == before
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor of another device, as a trainer's: it can be looked at, copied, and moved, unless `lost`."""
+
+    lost = False
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name, to_cpu = getattr(function, "__name__", ""), any(isinstance(one, torch.device) for one in args)
+        if name == "to" and to_cpu and cls.lost and args[0].shape == (64, 64):
+            raise torch.OutOfMemoryError("no room to move it")
+        if name in ("to", "copy_", "__get__", "equal", "__repr__", "dim", "size") or to_cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = function(*args, **(kwargs or {}))
+            return found.as_subclass(torch.Tensor) if to_cpu else found
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+
+@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8", "int4"])
+def test_weights_of_another_device_are_moved_before_any_is_copied(folders, case, monkeypatch):
+    """As of a trainer on a GPU: packing reads a weight where the layer is. One that cannot be moved changes nothing."""
+    given = {name: one.as_subclass(Elsewhere) for name, one in model_of(folders.new).state_dict().items()}
+    shape = {"shape": "3,1,4", **options(folders, case)}
+    with LLM(folders.new, **shape) as fresh:
+        wanted = written(fresh)
+    with LLM(folders.old, prefix_cache=False, **shape) as llm:
+        before = written(llm)
+        monkeypatch.setattr(Elsewhere, "lost", True)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            llm.update_weights(given)
+        assert written(llm) == before
+        monkeypatch.setattr(Elsewhere, "lost", False)
+        llm.update_weights(given)
+        assert written(llm) == wanted
+
+
 def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path):
     """Weights of the same shapes under another rope would write nonsense; a cut file must not be half copied."""
     shutil.copytree(folders.new, tmp_path / "other")
@@ -325,6 +362,26 @@ def test_a_draft_that_does_not_fit_changes_nothing(folders, tmp_path):
         assert written(llm) == before
     with LLM(folders.old, draft="ngram") as llm, pytest.raises(ConfigError, match="n-gram lookup drafts here"):
         llm.refresh_draft({})
+
+
+def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch):
+    """Short memory is no ValueError. What was built of the next engine must be free when the old one is built again."""
+    built, parts = llm_module.build_engine, []
+
+    def build(config, target, draft):
+        if draft.kind == "mtp":
+            part = torch.zeros(1)
+            parts.append(weakref.ref(part))
+            raise torch.OutOfMemoryError("no room for the cache")
+        assert all(part() is None for part in parts), "a part of the next engine is held"
+        return built(config, target, draft)
+
+    monkeypatch.setattr(llm_module, "build_engine", build)
+    with LLM(folders.old, folders.head, shape="3,1,4", prefix_cache=False) as llm:
+        before = written(llm)
+        with pytest.raises(torch.OutOfMemoryError, match="no room for the cache"):
+            llm.refresh_draft(folders.mtp)
+        assert len(parts) == 1 and written(llm) == before
 
 
 def test_several_processes_are_refused(folders, monkeypatch):

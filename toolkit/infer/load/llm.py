@@ -6,6 +6,7 @@ Prompts (texts, lists of ids, conversations) become ids in the same way as in th
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,11 +202,12 @@ class LLM:
         pack_draft(self._loaded, draft, config)
         self.engine.close()
         del self.engine, self._loaded  # their cache must be free before the size of the next one is chosen
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free_memory()
         try:
             self._take(build_engine(config, target, draft))
-        except ValueError:
+        except Exception as error:  # memory may be short, or a kernel not compile: an LLM has an engine in any case
+            traceback.clear_frames(error.__traceback__)  # they hold what was built of the next engine
+            _free_memory()
             self._take(build_engine(self.config, target, old))
             raise
 
@@ -230,6 +232,11 @@ class LLM:
             first_token_s=request.first_token_at - request.submitted_at,
             seconds=request.finished_at - request.submitted_at,
         )
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _shape(given: Shape) -> DraftShape | None:
