@@ -338,7 +338,9 @@ def test_interrupted(start, target, tokenizer, tmp_path: Path, caplog: pytest.Lo
         write(stop)
     assert len(list(read_rows(tmp_path / "r.jsonl"))) == 5 and len(server.asked) < COUNT
     server.asked.clear()
-    assert write(lambda *counts: shown.append(counts))["rollouts"] == COUNT and len(server.asked) == COUNT - 5
+    assert write(lambda *counts: shown.append(counts))["rollouts"] == COUNT
+    # A request of the first run may arrive only now, so prompts are counted, not requests.
+    assert len({tuple(one["prompt"]) for one in server.asked}) == COUNT - 5
     assert shown[-1][:2] == (COUNT, COUNT)
     gc.collect()
     assert "never retrieved" not in caplog.text and "destroyed" not in caplog.text
