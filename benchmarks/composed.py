@@ -21,7 +21,7 @@ from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import PLAIN, Round, Sampling
-from toolkit.bench.bootstrap import resampled_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
 from toolkit.bench.prompts import builtin_prompts, limited, read_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.side_by_side import Mode, run_side_by_side
@@ -77,7 +77,9 @@ def rows_of(rounds: list[Round], task: str, batch: int) -> list[dict[str, Any]]:
                 "drafted_share": sum(event.offered > 0 for event in events) / len(events),
                 "tokens_per_s": tokens / seconds,
                 "speedup": tokens / seconds * sum(pair[3] for pair in pairs) / sum(pair[2] for pair in pairs),
-                "interval": resampled_interval(pairs, lambda t, s, pt, ps: t / s * ps / pt),
+                "interval": resampled_interval(pairs, lambda t, s, pt, ps: t / s * ps / pt)
+                if len(pairs) >= LEAST_GROUPS
+                else None,
                 "answers_equal": equal,
             }
         )  # fmt: skip
@@ -108,7 +110,7 @@ def main() -> int:
             rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, batch=args.batch)
             rows += rows_of(rounds, task, args.batch)
             for row in rows[-len(modes) :]:
-                low, high = row["interval"]
+                low, high = row["interval"] or (float("nan"), float("nan"))
                 print(
                     f"{task:>12} {row['method']:>18} {row['accept_length'] or 0:6.2f} {row['tokens_per_step']:6.2f} "
                     f"{100 * row['drafted_share']:4.0f} % {row['speedup']:6.2f} [{low:.2f}, {high:.2f}] "

@@ -212,7 +212,7 @@ def composed(record: Record) -> str:
             row["method"],
             NONE if row["accept_length"] is None else decimal(row["accept_length"]),
             decimal(row["tokens_per_step"]),
-            f"{decimal(row['speedup'])}x [{decimal(row['interval'][0])}, {decimal(row['interval'][1])}]",
+            with_interval(row["speedup"], row["interval"], LEAST_GROUPS, "x"),
             f"{row['answers_equal']} of {row['answers']}",
         )
         for row in record["rows"]
