@@ -20,7 +20,7 @@ import torch
 from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
-from toolkit.bench.answers import PLAIN, Round, Sampling
+from toolkit.bench.answers import Round, Sampling
 from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
 from toolkit.bench.prompts import builtin_prompts, limited, read_prompts
 from toolkit.bench.records import command_line, make_record
@@ -31,7 +31,7 @@ from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine, device_of, load_models
 from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import PLAIN, DraftShape
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 
