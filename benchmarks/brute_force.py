@@ -48,7 +48,7 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    torch.set_num_threads(users_threads() or physical_cores())
+    torch.set_num_threads(int(users_threads() or physical_cores()))
     config = EngineConfig(draft=args.draft, dtype=args.dtype, max_running_requests=args.batch)
     target, draft = load_head(config)
     prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
