@@ -134,14 +134,9 @@ def confirm(
         for left in range(PASSES, 0, -1):
             answered = sum(len(one.answers) for one in rounds)
             show = None if on_progress is None else partial(_show, on_progress, answered, left)
+            warmup = 1 if left == PASSES else 0
             rounds += run_side_by_side(
-                modes,
-                target.tokenizer,
-                full,
-                sampling,
-                batch=times.batch,
-                warmup=1 if left == PASSES else 0,
-                on_progress=show,
+                modes, target.tokenizer, full, sampling, batch=times.batch, warmup=warmup, on_progress=show
             )
             if told_apart(rounds, objective):
                 break
