@@ -47,6 +47,8 @@ LEAST_PRICE = 0.05  # least price of a trial for one row, in plain rounds: times
 # With several rows drafting must be faster by this factor: rows that get ahead leave batches that are not full, which
 # no round's cost shows (closed batches of 16 rows: 7 % longer with a draft in every seventh round).
 BATCH_MARGIN = 1.1
+# With several rows, rounds in which lookup drafts must be faster by this factor: its gains are in few of the rows.
+LOOKUP_BATCH_MARGIN = 1.3
 START_MARGIN = 1.04  # extra factor to start drafting; drafting ends without it (hysteresis)
 CHANGE_MARGIN = 1.03  # another shape replaces the current one if it is faster by this factor
 # Plain rounds before a probe: the first; one before a trial or after drafting; one with rows never probed; the longest.
@@ -154,7 +156,7 @@ class AdaptiveShape:
         """Returns the round in which lookup drafts too, if it is faster than drafting `shape` in all rows."""
         self._tokens(requests)
         assert self._expected is not None, "just computed"
-        head, margin = self._expected[2][shape], _margin(len(requests))
+        head, margin = self._expected[2][shape], 1.0 if len(requests) == 1 else LOOKUP_BATCH_MARGIN
         if (found := self._lookup.choose(lookup, shape, head, self._costs, margin)) is None:
             return None
         self.depths, arm = found
