@@ -3,7 +3,8 @@
     python benchmarks/brute_force.py --draft runs/NAME/ckpt [--batch 1] [--limit 8] [--max-tokens 48] [--dtype float32]
 
 All settings answer the same prompts in turns, so that what else the machine does hits them alike. In float32 a forecast
-must be the engine's accept_length exactly; in bfloat16 answers may part at near-ties.
+must be the engine's accept_length exactly; in bfloat16 answers may part at near-ties. The best of a hundred noisy times
+is too good, so the pick and that best run once more, side by side, on all built-in prompts (`rematch`).
 Writes benchmarks/results/search-brute-force-<hardware>.json.
 """
 
@@ -12,27 +13,39 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from results_folder import leave
 
 from toolkit.bench.acceptance import describe_draft, describe_target
-from toolkit.bench.answers import Sampling
-from toolkit.bench.engine_context import longest_prompt, with_context
+from toolkit.bench.answers import Round, Sampling
+from toolkit.bench.bootstrap import resampled_interval
+from toolkit.bench.engine_context import SideBySide, Trial
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.search import Objective, accept_length_of, measured_figures
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.pipeline.forecast import largest_shapes, load_head
 from toolkit.pipeline.search import search_settings
 from toolkit.threads import physical_cores, users_threads
 
 OBJECTIVE: Objective = "tokens-per-s"
+
+
+def speed(rounds: Sequence[Round], label: str) -> float:
+    """Returns the tokens per second of the mode with this label."""
+    return measured_figures([one for one in rounds if one.mode == label]).tokens_per_s
+
+
+def ratio_interval(rounds: Sequence[Round], a: str, b: str) -> tuple[float, float]:
+    """Returns the 95 % interval of the speed of mode a over that of b, by resampling groups of prompts."""
+    own, other = ([one for one in rounds if one.mode == name] for name in (a, b))
+    pairs = [(x.decode_tokens, x.decode_s, y.decode_tokens, y.decode_s) for x, y in zip(own, other, strict=True)]
+    return resampled_interval(pairs, lambda tokens, s, others, other_s: tokens / s * other_s / others)
 
 
 def main() -> int:
@@ -56,9 +69,8 @@ def main() -> int:
     largest = largest_shapes(args.top_k, args.num_steps, args.num_draft_tokens)
 
     started = time.perf_counter()
-    surface, found, best, _ = search_settings(
-        target, draft, prompts, largest, sampling, config, [args.batch], OBJECTIVE
-    )
+    trial = Trial(target, draft, prompts, sampling, config)
+    surface, found, best, _ = search_settings(trial, largest, [args.batch], OBJECTIVE)
     winner = best[str(args.batch)]
     pick = (
         winner["shape"] if winner["setting"] == ADAPTIVE else winner["setting"]
@@ -67,16 +79,16 @@ def main() -> int:
     print(f"search: {searched:.0f} s, pick {pick}", flush=True)
 
     started = time.perf_counter()
-    settings = replace(config, prefix_cache=False, verify="target", adaptive=False)
-    settings = with_context(settings, longest_prompt(target, prompts, args.max_tokens), args.max_tokens)
-    widest = DraftShape.covering(surface.shapes()).as_text()
-    with (
-        closing(build_engine(settings, target).engine) as plain,
-        closing(build_engine(replace(settings, shape=widest), target, draft).engine) as engine,
-    ):
-        modes = [Mode(plain, None), *(Mode(engine, shape, label=shape.as_text()) for shape in surface.shapes())]
+    every = builtin_prompts()
+    with SideBySide(replace(trial, prompts=every).with_room().config, target, 2) as engines:
+        engine = engines.open(draft, DraftShape.covering(surface.shapes()))
+        modes = [Mode(engines.open(), None)]
+        modes += [Mode(engine, shape, label=shape.as_text()) for shape in surface.shapes()]
         rounds = run_side_by_side(modes, target.tokenizer, prompts, sampling, batch=args.batch, warmup=1)
-    forced = time.perf_counter() - started
+        forced = time.perf_counter() - started
+        best_mode = max(modes, key=lambda mode: speed(rounds, mode.name))
+        pair = [next(mode for mode in modes if mode.name == pick), replace(best_mode, label="best")]
+        again = run_side_by_side(pair, target.tokenizer, every, sampling, batch=args.batch, warmup=1)
     rows = []
     for one in found:
         if one["setting"] == ADAPTIVE:
@@ -102,6 +114,8 @@ def main() -> int:
         "pick": pick,
         "best": rows[0]["setting"],
         "pick_of_best": picked["measured_tokens_per_s"] / rows[0]["measured_tokens_per_s"],
+        "rematch": speed(again, pick) / speed(again, "best"),
+        "rematch_interval": ratio_interval(again, pick, "best"),
         "exact_forecasts": exact,
         "largest_difference": max(
             abs(row["forecast_accept_length"] - row["accept_length"]) for row in rows if row["setting"] != PLAIN

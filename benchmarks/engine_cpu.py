@@ -38,7 +38,7 @@ from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompt
 from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.errors import is_for_users
+from toolkit.errors import exit_status
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
 from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
@@ -261,9 +261,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Exception as error:
-        if not is_for_users(error):
-            raise
-        sys.exit(f"engine_cpu.py: error: {error}")
+    sys.exit(exit_status(main))

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import gguf
 from safetensors import safe_open
 
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
+from toolkit.errors import optional_package
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.facts import target_facts
 
@@ -63,7 +63,8 @@ def _replace(file: Path, settings: dict) -> None:
 
 def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
     """Type of the matrices -> file: the given one, and its weights in BF16 and Q8_0."""
-    types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    reader = optional_package("gguf", "--gguf").GGUFReader(file)
+    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
     own = types["blk.0.ffn_up.weight"].name
     made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in ("BF16", "Q8_0") if kind != own}
     return {kind.lower(): path for kind, path in (made | {own: file.resolve()}).items()}
@@ -77,6 +78,7 @@ def gguf_heads(file: Path, out: Path, targets: Iterable[str]) -> dict[str, Path]
 
 def requantised(file: Path, kind: str, out: Path) -> Path:
     """A copy of a GGUF file with its matrices in another type."""
+    gguf = optional_package("gguf", "--gguf")
     reader, wanted = gguf.GGUFReader(file), gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():

@@ -28,7 +28,15 @@ import torch
 from results_folder import leave
 from rich.console import Console
 from roofline_measure import Bench, logger, measure, open_eagle
-from roofline_rows import DEFINITIONS, parts_table, speed_table, targets_table, verdicts
+from roofline_rows import (
+    DEFINITIONS,
+    beside_published,
+    parts_table,
+    published_table,
+    speed_table,
+    targets_table,
+    verdicts,
+)
 from roofline_targets import Subject, demo_subject, shaped_subject, tiny_subjects
 from round_parts import Clock, bandwidth
 
@@ -154,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"engine_gpu.py: error: nothing was measured: {bench.left_out}", file=sys.stderr)
         return 1
     found = verdicts(bench.rows)
-    Console(width=None if os.isatty(1) else 160).print(targets_table(found))
+    beside = beside_published(bench.rows)
+    for table in (targets_table(found), published_table(beside)) if beside else (targets_table(found),):
+        Console(width=None if os.isatty(1) else 160).print(table)
     for left, why in bench.left_out.items():
         print(f"no row of {left}: {why}")
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "draft", "eagle_python")}
@@ -162,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings["force_accept_length"] = args.force_accept_length.accept_length
     seconds = time.perf_counter() - bench.started
     card = {"bytes_per_s": bench.bandwidth, "seconds_of_the_run": seconds}
-    extra: dict[str, Any] = {"card": card, "targets": found, "left_out": bench.left_out, "definitions": DEFINITIONS}
+    extra: dict[str, Any] = {"card": card, "targets": found, "published": beside, "left_out": bench.left_out}
+    extra["definitions"] = DEFINITIONS
     record = make_record("engine", ["python", *sys.argv], settings, bench.rows, **extra)
     leave(record, "engine-gpu-smoke" if args.smoke else "engine-gpu", args.out)
     return 0

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from toolkit.bench.records import make_record
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
-from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 
 PAGE_SIZE = 16
@@ -74,7 +74,7 @@ def attention(kernel: str, sizes: Sizes, rows: int, context: int, new: int) -> P
     if kernel == "attend_tree":
         node = torch.arange(1, new, device=sizes.device)
         mask = ancestor_mask(((node - 1) // 2).expand(rows, -1), new.bit_length())  # every node has two children
-        more = (pack_bits(mask), new, None)
+        more = (mask, None)
 
     def run(ops: Ops, exact: bool) -> torch.Tensor:
         seen, asked = pages, q
@@ -90,13 +90,13 @@ def attention(kernel: str, sizes: Sizes, rows: int, context: int, new: int) -> P
 
 def writing(sizes: Sizes, tokens: int) -> Problem:
     pages = sizes.pages(1, tokens)
-    places = (torch.randperm(tokens, device=sizes.device) + PAGE_SIZE)[None]
+    start = torch.zeros(1, dtype=torch.long, device=sizes.device)
     keys, values = (sizes.random(1, sizes.kv_heads, tokens, sizes.width).transpose(1, 2) for _ in range(2))
 
     def run(ops: Ops, exact: bool) -> torch.Tensor:
         if exact:  # what the other one wrote must not stand for what this one did not
             pages.keys.zero_(), pages.values.zero_()
-        ops.write_kv(pages.keys, pages.values, keys, values, places)
+        ops.write_kv(pages, keys, values, start, 0)
         return torch.stack((pages.keys, pages.values))[:, PAGE_SIZE:].float() if exact else pages.keys
 
     return Problem("write_kv", f"{tokens} positions", 4 * keys.numel() * sizes.dtype.itemsize, 0, run)
@@ -193,7 +193,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float, speed: float) -> None:
     Console(width=100).print(table)
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="positions before the new ones")
@@ -201,11 +201,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a prompt read at once")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
-    args = arguments()
+    args = arguments().parse_args()
     if not torch.cuda.is_available() or torch.version.hip is not None:
         print("kernels_gpu.py times kernels on an NVIDIA GPU, and PyTorch sees none here", file=sys.stderr)
         return 2

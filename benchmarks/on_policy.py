@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 from results_folder import leave
-from training import DEFINITIONS, in_own_process, show
+from rich.console import Console
+from rich.table import Table
 from training_cells import prepare as store_features
-from training_jobs import ROLLOUTS, Job, in_process_of_its_own
+from training_jobs import CHAIN, DEFINITIONS, ROLLOUTS, Job, in_process_of_its_own, work
 
 from toolkit.bench.records import command_line, make_record
+from toolkit.bench.table import decimal
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation, read_conversations, write_conversations
 from toolkit.data.generation import GenerationRequest, GenerationResult
@@ -101,6 +103,36 @@ def prepare(args: argparse.Namespace, recipe: Recipe, place: Path) -> dict[str, 
     return folders
 
 
+def in_own_process(job: Job) -> dict[str, Any]:
+    """A process that has ended gives all its memory back, and its peak is its own."""
+    row = in_process_of_its_own(work, job)
+    print(f"{row}", file=sys.stderr, flush=True)
+    return row
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """A line a head."""
+    table = Table(title=f"heads: greedy, chain of {CHAIN}, held-out prompts", title_justify="left")
+    for column in ("tokens", "seed", "answers", "accept_length", "forecast", "verify steps", "s/step", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["tokens"]),
+            str(row["seed"]),
+            row["variant"],
+            with_interval(row["accept_length"], row["interval"]),
+            with_interval(row["forecast"], row["forecast_interval"]),
+            str(row["verify_steps"]),
+            decimal(row["seconds_per_step"]),
+            decimal(row["tokens_per_s"], 0),
+        )
+    Console(width=110).print(table)
+
+
+def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    return decimal(value) + ("" if interval is None else " [{:.2f}, {:.2f}]".format(*interval))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("conversations", type=Path, help=".jsonl with answers, as prepare-data reads it")
@@ -130,7 +162,7 @@ def main() -> int:
             for folder in folders.values():
                 print(in_process_of_its_own(store_features, folder, folder, recipe), file=sys.stderr)
         jobs = [
-            Job(variant, replace(recipe, seed=seed), folders[variant], tokens, None, 0, args.prompts, args.max_tokens,
+            Job(variant, replace(recipe, seed=seed), folders[variant], tokens, None, args.prompts, args.max_tokens,
                 args.threads)
             for tokens in args.tokens for seed in args.seeds for variant in VARIANTS
         ]  # fmt: skip

@@ -40,7 +40,7 @@ from toolkit.bench.records import command_line, make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
 from toolkit.data.conversations import read_conversations
-from toolkit.errors import is_for_users
+from toolkit.errors import exit_status
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
@@ -285,9 +285,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Exception as error:
-        if not is_for_users(error):
-            raise
-        sys.exit(f"rollouts.py: error: {error}")
+    sys.exit(exit_status(main))

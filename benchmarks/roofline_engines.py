@@ -30,6 +30,7 @@ from toolkit.infer.request.params import SamplingParams
 
 SETTLING = 4  # rounds before the clock starts: a graph's recording is among them
 SLACK = 256  # positions of a row behind its answer
+HOWS = ("eager", "graph", "graph-serial", "compiled")  # graph-serial: without overlap; compiled: a graph, with overlap
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Mode:
     """One way to run our engine."""
 
     shape: DraftShape | None
-    how: str  # eager, graph, compiled
+    how: str  # of HOWS
 
     @property
     def what(self) -> str:
@@ -105,7 +106,7 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
     if mode.how != "eager":
         compiled = CompileSettings(sizes.batch, sizes.backend) if mode.how == "compiled" else None
         # Only what is measured is recorded: every graph takes time and memory.
-        graphs = GraphSettings(sizes.batch, capture, compiled, at_start=False)
+        graphs = GraphSettings(sizes.batch, capture, compiled, overlap=mode.how != "graph-serial", at_start=False)
     engine = Engine(
         subject.target,
         None if mode.shape is None else subject.draft,

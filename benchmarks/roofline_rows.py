@@ -40,6 +40,8 @@ TARGETS: tuple[tuple[str, str, bool, dict[str, float]], ...] = (
     ("round without verify, of verify", "overhead_of_verify", False, {"chain 3/1/4": 0.15, "tree 7/8/32": 0.30}),
     ("speedup / accept_length", "speedup_per_accept_length", True, {"chain 3/1/4": 0.85, "tree 7/8/32": 0.75}),
 )
+# SGLang's documentation: Llama-3.1-8B-Instruct, MT-bench, one H100, tokens/s. It states no accept lengths.
+PUBLISHED_PLAIN, PUBLISHED = 158.34, {"EAGLE-2": 244.10, "EAGLE-3": 373.25}
 
 
 def shape_text(entrant: Entrant) -> str:
@@ -160,6 +162,33 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             one = {"target": of, "engine": row["engine"], "batch": row["batch"], "what": name, "at_least": least}
             found.append({**one, "wanted": wanted, "measured": measured, "met": met})
     return found
+
+
+def beside_published(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Our recorded rounds of one request at the 8B shape beside SGLang's figures.
+
+    needed: by the published method, the accept_length at which ours has its speedup, if rounds take as long then.
+    """
+    found = []
+    for row in rows:
+        if row["batch"] != 1 or not row["target"].startswith("llama-3.1-8b") or not row["engine"].startswith("ours"):
+            continue
+        gained = row["speedup_per_accept_length"]
+        needed = {name: speed / PUBLISHED_PLAIN / gained if gained else None for name, speed in PUBLISHED.items()}
+        kept = {key: row[key] for key in ("engine", "shape", "tokens_per_s", "accept_length", "speedup")}
+        found.append({**kept, "published": {"plain": PUBLISHED_PLAIN, **PUBLISHED}, "needed": needed})
+    return found
+
+
+def published_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    told = ", ".join(f"{name} {speed:.2f}" for name, speed in {"plain": PUBLISHED_PLAIN, **PUBLISHED}.items())
+    columns = ("shape", "tokens/s", "accept_length", "speedup", *(f"needed for {name}'s" for name in PUBLISHED))
+    table = _table(f"beside SGLang's published tokens/s on an H100: {told}", columns)
+    for row in found:
+        needed = map(decimal, row["needed"].values())
+        speed = (decimal(row["tokens_per_s"], 1), decimal(row["accept_length"]), decimal(row["speedup"]))
+        table.add_row(row["engine"], row["shape"], *speed, *needed)
+    return table
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

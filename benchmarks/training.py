@@ -1,121 +1,187 @@
-"""Ours beside the EAGLE-3 recipe as published: the same rollouts, token map, tokens, seed and machine.
+"""One training step of ours beside the published EAGLE-3 recipe's: seconds and memory, at equal ids, dtype and threads.
 
-    python benchmarks/training.py [--run runs/smollm2-135m] [--tokens 50000 200000] [--seeds 0 1 2] [a.b=c ...]
+    python benchmarks/training.py [--run runs/smollm2-135m] [--step-tokens 2048] [--steps 5] [--repeats 3] [a.b=c ...]
 
 `published` is `training_published.py`; `ours` is the trainer by the recipe's own settings (`train.x.y=z` sets them).
-Both unroll the recipe's train.unroll.ttt_steps and take the same batches in the same order, from the same rollouts.
-Every line of the record has a process of its own. Two measurements:
+Both unroll all of the recipe's train.unroll.ttt_steps in one forward of --step-tokens ids, and run the target in the
+step; of a recipe with train.data.features: offline `ours, stored features` is ours without the target (what of the
+features is absent is made first). A step is of rollouts as they are, or of one row as long as that, as long
+conversations would lie there. Every line is measured --repeats times, in turns, each in a process of its own.
 
-step           a few steps of --step-tokens ids in one forward, the target's included: the rollouts as they are, and
-               joined into one row as long as that, as long conversations would lie there: seconds, most memory held;
-               of a recipe with train.data.features: offline, ours also with stored features in the target's place (what
-               of them is absent is made first)
-accept_length  a training on --tokens supervised tokens, of stored features where the recipe has them; then the
-               forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
-               chain of 4
-
-The published recipe keeps its authors' learning rate, which is too low for so few tokens: its accept_length is no
-measure of ours. Ratios hold within one run: what else the machine does changes both. Processor seconds, with one
-thread, hardly show it.
-Writes benchmarks/results/training-recipes-<hardware>.json; with --only its name too.
+What a trained head is worth, `few_tokens.py` measures. Ratios hold within one run: what else the machine does changes
+both. Processor seconds, with one thread, hardly show it.
+Writes benchmarks/results/training-recipes-step-<hardware>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from draft_loss import peak, restart_peak
 from results_folder import leave
 from rich.console import Console
 from rich.table import Table
-from training_jobs import CHAIN, LAYOUTS, STORED, VARIANTS, Job, in_process_of_its_own, work
+from training_jobs import ROLLOUTS, about, alone, in_process_of_its_own, trainer_of
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.table import decimal
+from toolkit.data.batches import BatchPlan, Example
+from toolkit.data.examples import load_examples
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
 from toolkit.threads import users_threads
+from toolkit.train.training_data import Data
+from toolkit.train_settings import TrainSettings
 
+VARIANTS = ("published", "ours")
+LAYOUTS = ("rollouts", "one row")
+STORED = "ours, stored features"  # the recipe's train.data.features: offline
 DEFINITIONS = {
-    "variant": "of a step the target's forward is in it, but for 'ours, stored features', which reads them from disk; "
-    "trainings take features as the recipe says",
-    "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
-    "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their mean",
-    "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
-    "start_processor_seconds": "loading the target, where the head starts from it fitting it, and where features are "
-    "stored making or checking them; not in the steps",
-    "start_tokens": "answer tokens that the head's start was fitted on (train.head.init=target), perhaps more than "
-    "`tokens`",
-    "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
-    "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU (pages of stored "
-    "features included), tensors on a GPU",
+    "variant": "the target's forward is in the step, but for 'ours, stored features', which reads them from disk",
+    "tokens": "ids in a step, padding not counted",
+    "seconds_per_step": "wall time, the least of the steps",
+    "processor_seconds_per_step": "processor time of the process, the least of the steps",
+    "tokens_per_s": "tokens of a step (the mean) / seconds_per_step",
+    "peak_memory_bytes": "held while steps run: resident memory of the process on a CPU (pages of stored features "
+    "included), tensors on a GPU",
     "held_before_bytes": "held before the first step: programs, target and head",
-    "loss": "of the last step, each variant's own: not to be compared",
-    "forecast": "accept_length of a chain of 4 on the held-out rollouts, teacher-forced",
-    "accept_length": "by the engine: greedy, a chain of 4, on the prompts of the held-out rollouts",
-    "interval": "95 %, bootstrap over rollouts and prompts",
+    "repeat": "which of the measurements of this line, each in a process of its own",
 }
 
 
+@dataclass(frozen=True)
+class StepJob:
+    """One line of the record. tokens: ids of a step; steps: those that are timed; repeat: which measurement it is."""
+
+    variant: str
+    recipe: Recipe
+    run: Path
+    tokens: int
+    layout: str
+    steps: int
+    threads: int
+    repeat: int
+
+
+def work(job: StepJob) -> dict[str, Any]:
+    """The row of a job: seconds and memory of its steps behind one that is not timed."""
+    torch.set_num_threads(job.threads)
+    with tempfile.TemporaryDirectory() as name:
+        trainer = trainer_of(job.variant, job.recipe, single_steps(job), job.run, Path(name))
+        return about(job.variant, job.recipe, trainer) | measured_steps(job, trainer)
+
+
+def single_steps(job: StepJob) -> TrainSettings:
+    """Steps of one forward that run the target (but for STORED) and unroll all of train.unroll.ttt_steps, whatever the
+    curriculum; from random weights, which change neither their seconds nor their memory."""
+    train = alone(job.recipe.train)
+    batch = 1 if job.layout == "one row" else rollouts_a_step(job)
+    features = train.data.features if job.variant == STORED else "online"
+    return replace(
+        train,
+        head=replace(train.head, init="random", start_tokens=None),
+        unroll=replace(train.unroll, curriculum=()),
+        data=replace(train.data, features=features, global_batch=batch, micro_batch=batch),
+    )
+
+
+def rollouts_a_step(job: StepJob) -> int:
+    """So many that a step holds about the job's tokens."""
+    examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.data.max_length)
+    return max(1, round(job.tokens * len(examples) / sum(examples.lengths)))
+
+
+def measured_steps(job: StepJob, trainer: Any) -> dict[str, Any]:
+    if job.layout == "one row":
+        trainer.data = joined(trainer.data, job.tokens, job.steps + 1, trainer.target.max_context)
+    data, device = trainer.data, trainer.target.device
+    trainer.steps = job.steps + 1
+    wall, processor, ids, loss = [], [], [], float("nan")
+    held = restart_peak(device)
+    for step, (_, _, indices) in enumerate(islice(data.plan.from_position(), trainer.steps)):
+        began, before = time.perf_counter(), time.process_time()
+        loss = trainer.optimise(step, indices)["loss"]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if step > 0:
+            wall.append(time.perf_counter() - began)
+            processor.append(time.process_time() - before)
+            ids.append(sum(len(data.train[index].input_ids) for index in indices))
+    return {
+        "layout": job.layout,
+        "repeat": job.repeat,
+        "tokens": statistics.mean(ids),
+        "steps": job.steps,
+        "seconds_per_step": min(wall),
+        "processor_seconds_per_step": min(processor),
+        "tokens_per_s": statistics.mean(ids) / min(wall),
+        "peak_memory_bytes": peak(device),
+        "held_before_bytes": held,
+        "accept_length": None,
+        "loss": loss,
+    }
+
+
+def joined(data: Data, tokens: int, count: int, longest: int) -> Data:
+    """Rollouts one behind the other in texts of `tokens` ids, one a step. Raises `ValueError` for a target that is not
+    made for so many."""
+    if tokens > longest:
+        raise ValueError(f"a row of {tokens} ids came, but the target reads at most {longest}; lower --step-tokens")
+    order = (index for _, _, batch in data.plan.from_position() for index in batch)
+    texts = []
+    while len(texts) < count:
+        ids: list[int] = []
+        response: list[bool] = []
+        while len(ids) < tokens:
+            example = data.train[next(order)]
+            ids += example.input_ids
+            response += example.response
+        texts.append(Example(f"joined {len(texts)}", ids[:tokens], response[:tokens]))
+    return replace(data, train=texts, plan=BatchPlan([tokens] * count, 1, data.plan.seed))
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The two tables, each line of ours beside the published one's."""
-    steps = Table(title="one training step, one forward", title_justify="left")
+    """A line a step: medians over the repeats, with their least and most seconds."""
+    table = Table(title="one training step, one forward", title_justify="left")
     for column in ("ids", "laid out as", "variant", "seconds", "processor time", "peak, MB", "of the step, MB"):
-        steps.add_column(column, justify="right")
-    heads = Table(title=f"heads: greedy, chain of {CHAIN}, held-out prompts", title_justify="left")
-    for column in ("tokens", "seed", "variant", "accept_length", "forecast", "verify steps", "s/step", "tokens/s"):
-        heads.add_column(column, justify="right")
-    for row in rows:
-        if row["layout"] is not None:
-            memory = (row["peak_memory_bytes"], row["peak_memory_bytes"] - row["held_before_bytes"])
-            times = (decimal(row[name]) for name in ("seconds_per_step", "processor_seconds_per_step"))
-            steps.add_row(
-                f"{row['tokens']:.0f}", row["layout"], row["variant"], *times, *(f"{held / 1e6:.0f}" for held in memory)
-            )
-            continue
-        heads.add_row(
-            str(row["tokens"]),
-            str(row["seed"]),
-            row["variant"],
-            with_interval(row["accept_length"], row["interval"]),
-            with_interval(row["forecast"], row["forecast_interval"]),
-            str(row["verify_steps"]),
-            decimal(row["seconds_per_step"]),
-            decimal(row["tokens_per_s"], 0),
-        )
-    for table in (steps, heads):
-        if table.row_count:
-            Console(width=110).print(table)
+        table.add_column(column, justify="right")
+    for layout, variant in dict.fromkeys((row["layout"], row["variant"]) for row in rows):
+        mine = [row for row in rows if (row["layout"], row["variant"]) == (layout, variant)]
+
+        def middle(name: str, of: Sequence[dict[str, Any]] = mine) -> float:
+            return statistics.median(row[name] for row in of)
+
+        seconds = [row["seconds_per_step"] for row in mine]
+        spread = f"{decimal(middle('seconds_per_step'))} ({decimal(min(seconds))} to {decimal(max(seconds))})"
+        held = middle("peak_memory_bytes"), middle("peak_memory_bytes") - middle("held_before_bytes")
+        processor = decimal(middle("processor_seconds_per_step"))
+        memory = (f"{one / 1e6:.0f}" for one in held)
+        table.add_row(f"{middle('tokens'):.0f}", layout, variant, spread, processor, *memory)
+    Console(width=110).print(table)
 
 
-def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
-    return decimal(value) + ("" if interval is None else " [{:.2f}, {:.2f}]".format(*interval))
-
-
-def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
-    """All lines of the record, ours right behind the published one."""
-    base = Job("", recipe, args.run, 0, None, args.steps, args.prompts, args.max_tokens, args.threads)
-    wanted: list[Job] = []
-    if args.only != "accept_length":
-        wanted += [replace(base, tokens=args.step_tokens, layout=layout) for layout in LAYOUTS]
-    if args.only != "step":
-        seeded = [replace(base, recipe=replace(recipe, seed=seed)) for seed in args.seeds]
-        wanted += [replace(one, tokens=tokens) for tokens in args.tokens for one in seeded]
+def planned(args: argparse.Namespace, recipe: Recipe) -> list[StepJob]:
+    """All lines of the record, ours right behind the published one, repeat by repeat."""
     stored = [STORED] if recipe.train.data.features == "offline" and "ours" in args.variants else []
     return [
-        replace(job, variant=variant)
-        for job in wanted
-        for variant in [*args.variants, *(stored if job.layout == LAYOUTS[0] else [])]
+        StepJob(variant, recipe, args.run, args.step_tokens, layout, args.steps, args.threads, repeat)
+        for repeat in range(args.repeats)
+        for layout in LAYOUTS
+        for variant in [*args.variants, *(stored if layout == LAYOUTS[0] else [])]
     ]
 
 
-def in_own_process(job: Job) -> dict[str, Any]:
+def in_own_process(job: StepJob) -> dict[str, Any]:
     """A process that has ended gives all its memory back, and its peak is its own."""
     row = in_process_of_its_own(work, job)
     print(f"{row}", file=sys.stderr, flush=True)
@@ -127,18 +193,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
     parser.add_argument("--recipe", default=None, help="of the run, and of `ours` (default: the demo recipe)")
     parser.add_argument("--run", type=Path, help="folder with rollouts/ and token_map/ (default: the recipe's)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 200_000], help="supervised, of a training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--only", choices=("step", "accept_length"), help="one of the two measurements")
     parser.add_argument("--step-tokens", type=int, default=2048, help="ids of a measured step (default: 2048)")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed, behind one that is not")
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that the engine answers, at most")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of the engine's answers")
-    parser.add_argument("--at-once", type=int, default=1, help="lines measured at a time, which then share the machine")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of every line (default: 3)")
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.threads = int(users_threads() or 1)
     return args
 
@@ -150,20 +211,17 @@ def main() -> int:
         raise SystemExit(f"train.head.kind is {recipe.train.head.kind}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)
     torch.set_num_threads(args.threads)
-    with ThreadPoolExecutor(args.at_once) as waiting:
-        rows = list(waiting.map(in_own_process, planned(args, recipe)))
+    rows = [in_own_process(job) for job in planned(args, recipe)]
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "run", "recipe", "note")}
     settings |= {"recipe": recipe.name, "target": recipe.target.model}
     settings["train"] = {
         "published": result_settings(published_settings(recipe.train)),
         "ours": result_settings(recipe.train),
     }
-    record = make_record(
-        "training", f"python benchmarks/{command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
-    )
+    command = f"python benchmarks/{command_line()}"
+    record = make_record("training", command, settings, rows, definitions=DEFINITIONS, note=args.note)
     show(rows)
-    kind = f"-{args.only.replace('_', '-')}" if args.only else ""
-    leave(record, f"training-recipes{kind}", args.out)
+    leave(record, "training-recipes-step", args.out)
     return 0
 
 

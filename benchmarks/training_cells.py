@@ -1,25 +1,25 @@
-"""The cells of `few_tokens.py`'s table: which there are, in which order, and how each gets a process of its own."""
+"""The cells of `few_tokens.py`'s table: what a row depends on, what is prepared, how each gets a process of its own."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import training_features
-from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, end_with_parent, trainer_of, work
-from training_published import published_settings
+from training_jobs import ROLLOUTS, SPLITS, TOKEN_MAP, Job, benched, borrow_features, end_with_parent, rate_of, work
 
 from toolkit.bench.records import git_commit, hardware, machine_name
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.infer.engine.cpu_door import load_target
+from toolkit.jsonl import read_rows
 from toolkit.pipeline.run_target import best_device
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, result_settings
@@ -27,52 +27,57 @@ from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
 from toolkit.train.training_data import read_data
-from toolkit.weights import sha256_file, sha256_json
+from toolkit.weights import atomic_write, sha256_file, sha256_json
 
 # Settings of a training that a job of so many tokens does not ask: what ends it and what it measures meanwhile.
 IDLE = ("epochs", "max_steps", "eval_every", "patience", "real_prompts", "rollout_prompts", "rollout_temperatures")
+TRIED = {"adamw": "learning_rate", "muon": "muon_learning_rate"}  # by optimizer, the rate that is chosen
+Key = tuple[str, str, int, int, float, float, str, str]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the table. source: the name of the prompts; digest: of all that decides its row beside."""
+    """One training of the table, judged by one half of the held-out rollouts. source: the name of the prompts; digest:
+    of all that decides its row beside the key; known: of a test, the row of its training."""
 
     source: str
     job: Job
     digest: str
+    known: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def key(self) -> tuple[str, str, int, int, str]:
-        return (self.source, self.job.variant, self.job.tokens, self.job.recipe.seed, self.digest)
+    def key(self) -> Key:
+        job, optimizer = self.job, self.job.recipe.train.optimizer
+        assert job.split is not None, "a cell is judged by one half"
+        tried = rate_of(optimizer), optimizer.warmup_ratio
+        return (self.source, job.variant, job.tokens, job.recipe.seed, *tried, job.split, self.digest)
 
 
-def cell_of(source: str, job: Job) -> Cell:
-    """The cell of a job. A row counts as done while the target, the rollouts, the token map, every setting of the
-    training and its trainer's constants are the same, whether they were chosen or are the defaults of the day."""
+def key_of(row: dict[str, Any]) -> Key:
+    tried = row["learning_rate"], row["warmup_ratio"]
+    return (row["source"], row["variant"], row["asked_tokens"], row["seed"], *tried, row["split"], row["digest"])
+
+
+def cell_of(source: str, job: Job, rate: float, warmup: float) -> Cell:
+    """The cell of a job at a learning rate and a warm-up, whose head is kept in the job's run folder.
+
+    A row counts as done while the target, the rollouts, the token map and every other setting of the training are the
+    same, whether they were chosen or are the defaults of the day.
+    """
+    optimizer = job.recipe.train.optimizer
+    tried = {TRIED[optimizer.name]: rate, "warmup_ratio": warmup}
+    train = replace(job.recipe.train, optimizer=replace(optimizer, **tried))
+    job = replace(job, recipe=replace(job.recipe, train=train))
     files = [sha256_file(job.run / name) for name in (ROLLOUTS, TOKEN_MAP)]
-    decides = [result_settings(job.recipe.target), training_of(job), *files, job.prompts, job.max_tokens]
-    return Cell(source, job, sha256_json(decides)[:16])
-
-
-def training_of(job: Job) -> dict[str, Any]:
-    """What decides the head that a job trains, beside its data: resolved settings and constants of the trainer."""
-    train = benched(job)
-    kind = trainer_of(job.variant)
-    if kind == "published":
-        train = published_settings(train)
-    found = {name: value for name, value in result_settings(train).items() if name not in IDLE}
-    if kind == "fading features":
-        found |= {"feature weight": training_features.WEIGHT, "fades": training_features.FADES}
-    return found
-
-
-def key_of(row: dict[str, Any]) -> tuple[str, str, int, int, str]:
-    return (row["source"], row["variant"], row["asked_tokens"], row["seed"], row["digest"])
+    decides = {name: value for name, value in result_settings(benched(job)).items() if name not in (*IDLE, *tried)}
+    digest = sha256_json([result_settings(job.recipe.target), decides, *files, job.prompts])[:16]
+    name = f"{job.variant}-{job.tokens}-{job.recipe.seed}-{rate:g}-{warmup:g}-{digest}".replace(" ", "-")
+    return Cell(source, replace(job, head=job.run / "heads" / f"{name}.safetensors"), digest)
 
 
 def prepare(place: Path, given: Path, recipe: Recipe) -> str:
-    """The folder that all cells of a source read: its rollouts and token map, and the features of all its texts, stored
-    once. Meant for a process of its own.
+    """The folder that all cells of a source read: its rollouts and token map, the halves of the held-out rollouts, and
+    the features of all its texts, stored once. Meant for a process of its own.
 
     given: a run folder, or a rollouts file, whose token map is built as the recipe says. Nothing is written in it.
     Raises `ValueError` where the folder is that of other rollouts, or its token map of another size than the recipe's.
@@ -85,6 +90,7 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
             (place / name).symlink_to(file.resolve())
     if (place / ROLLOUTS).resolve() != found[ROLLOUTS].resolve():
         raise ValueError(f"{place} is of {(place / ROLLOUTS).resolve()}; call {given} otherwise, or delete that folder")
+    halve(place)
     if (place / TOKEN_MAP).is_file():
         check_size(place / TOKEN_MAP, recipe.token_map.size)
     if not (place / "features").exists():
@@ -122,16 +128,31 @@ def check_size(file: Path, wanted: int | None) -> None:
         )
 
 
+def halve(place: Path) -> None:
+    """Write the held-out rollouts in two files, every other one of the order of their ids in each.
+
+    Raises `ValueError` where there are fewer than two.
+    """
+    rows = [row for _, row in read_rows(place / ROLLOUTS) if row.get("split") == "held_out"]
+    if len(rows) < len(SPLITS):
+        raise ValueError(f"{place / ROLLOUTS} has {len(rows)} held-out rollouts; 2 are needed, raise rollouts.held_out")
+    rows.sort(key=lambda row: str(row["id"]))
+    for first, split in enumerate(SPLITS):
+        with atomic_write(place / f"{split}.jsonl") as file:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows[first :: len(SPLITS)]), encoding="utf-8")
+
+
 def trained(cell: Cell) -> dict[str, Any]:
     """The row of a cell; of a training that ended in no number, what it said. commit, date: at its start."""
-    about = {"source": cell.source, "asked_tokens": cell.job.tokens, "digest": cell.digest, "diverged": None}
-    about |= {"commit": git_commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    about |= {"machine": machine_name(hardware())}
+    row = cell.known | {"source": cell.source, "asked_tokens": cell.job.tokens, "digest": cell.digest, "diverged": None}
+    row |= {"commit": git_commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    row |= {"machine": machine_name(hardware())}
     try:
-        return about | work(cell.job)
+        return row | work(cell.job)
     except DivergedError as error:
-        said = str(error).split(",")[0]
-        return about | {"variant": cell.job.variant, "seed": cell.job.recipe.seed, "diverged": said}
+        _, variant, _, seed, rate, warmup, split, _ = cell.key
+        tried = {"variant": variant, "seed": seed, "learning_rate": rate, "warmup_ratio": warmup, "split": split}
+        return row | tried | {"diverged": str(error).split(",")[0]}
 
 
 def in_processes(cells: Iterable[Cell], at_once: int) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
@@ -190,9 +211,3 @@ def ended_by_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def ordered(cells: Sequence[Cell]) -> list[Cell]:
-    """So that a table cut off anywhere is still of use: few tokens first, then seed by seed, all variants of it."""
-    seeds = list(dict.fromkeys(cell.job.recipe.seed for cell in cells))
-    return sorted(cells, key=lambda cell: (cell.job.tokens, seeds.index(cell.job.recipe.seed)))

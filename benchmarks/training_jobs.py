@@ -1,11 +1,10 @@
-"""One line of `training.py`'s record: a few steps timed, or a whole training with what its head is worth."""
+"""One training of a benchmark, in a process of its own: what it took, and what its head is worth."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import threading
@@ -19,45 +18,69 @@ from typing import Any, TypeVar
 
 import torch
 from draft_loss import peak, restart_peak
-from training_features import FadingFeaturesTrainer
 from training_published import PublishedTrainer
 
-from toolkit.data.batches import BatchPlan, Example
+from toolkit.bench.replay import summarise_replays
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.batches import Example, collate
 from toolkit.data.examples import load_examples
+from toolkit.heads.draft_head import DraftHead
 from toolkit.recipe import Recipe
 from toolkit.train.draft_head import trained_head
-from toolkit.train.head_snapshot import as_draft, gathered_weights, head_of
+from toolkit.train.failures import check_weights
+from toolkit.train.head_snapshot import Weights, gathered_weights, head_of
 from toolkit.train.initialise import regression_batches
 from toolkit.train.loop import Trainer
 from toolkit.train.real_acceptance import Measurement
-from toolkit.train.step import forecast_accept_length
-from toolkit.train.training_data import Data, read_held_out
-from toolkit.train_settings import OnPolicySettings, TrackingSettings, TrainSettings
+from toolkit.train.step import replayed_steps
+from toolkit.train.training_data import FORECAST_ROLLOUTS, WholeTexts, read_held_out
+from toolkit.train_settings import OnPolicySettings, OptimizerSettings, TrackingSettings, TrainSettings
+from toolkit.weights import load_tensors, save_tensors
 
-VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Trainer}
-# Variants of other names differ in their recipe or rollouts.
-TRAINERS = {**VARIANTS, "fading features": FadingFeaturesTrainer}
-LAYOUTS = ("rollouts", "one row")
-STORED = "ours, stored features"  # of a step: the recipe's train.data.features: offline
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
+VALIDATION, TEST = SPLITS = ("validation", "test")
 CHAIN = 4
+AT_ONCE = 8  # held-out rollouts of one forward
+DEFINITIONS = {
+    "tokens": "answer tokens that the training saw, without the first of each answer; under train.data.supervise=all "
+    "it learned from prompts as well",
+    "learning_rate": "the highest, of Muon under train.optimizer.name muon, else of AdamW",
+    "seconds_per_step": "wall time, the mean",
+    "processor_seconds_per_step": "processor time of the process, the mean",
+    "start_tokens": "answer tokens that the head's start was fitted on (train.head.init=target): the first of the "
+    "training's own, never more than `asked_tokens`",
+    "start_seconds": "building the head with its start, and its optimizer",
+    "seconds": "of the training: all steps and the start. Loading the target and storing features is in no row",
+    "tokens_per_s": "tokens / seconds",
+    "peak_memory_bytes": "held while steps run: resident memory of the process on a CPU (pages of stored features "
+    "included), tensors on a GPU",
+    "held_before_bytes": "held before the first step: programs, target and head",
+    "loss": "of the last step, each variant's own: not to be compared",
+    "forecast": "accept_length of a chain of 4 on held-out rollouts, teacher-forced",
+    "accept_length": "by the engine: greedy, a chain of 4, on the prompts of held-out rollouts",
+    "interval": "95 %, bootstrap over rollouts or prompts",
+    "by_prompt": "tokens committed by the engine's verify steps, and their number, by prompt",
+    "forecast_by_prompt": "the same of the forecast, by rollout",
+}
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One line of the record. layout: of a `step` row, else None; tokens: of a step, or of the training; prompts: at
-    most so many are answered by the engine at its end."""
+    """One training, and the judgement of its head. run: a folder with rollouts, token map and features. tokens:
+    supervised, of the training. split: the half of the held-out rollouts that judges the head, run/<split>.jsonl; None:
+    all of them. prompts: at most so many are answered by the engine, none of `validation`. head: the file that keeps
+    the trained weights: a job that finds it trains nothing."""
 
     variant: str
     recipe: Recipe
     run: Path
     tokens: int
-    layout: str | None
-    steps: int
+    split: str | None
     prompts: int
     max_tokens: int
     threads: int
+    head: Path | None = None
 
 
 def end_with_parent() -> None:
@@ -80,35 +103,39 @@ def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Resul
 
 
 def work(job: Job) -> dict[str, Any]:
-    """The row of a job; meant for a process of its own."""
+    """The row of a job; meant for a process of its own. Of a head that is kept only what judges it."""
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        rollouts = replace(job.recipe.rollouts, keep_features=False)
-        recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
-        borrow_features(job.run / "features", folder / "features")
-        before = time.process_time()
-        kind = TRAINERS[trainer_of(job.variant)]
-        trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
-        start = {"start_processor_seconds": time.process_time() - before, "start_tokens": start_tokens(trainer)}
-        return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
+        began = trainer_of(job.variant, job.recipe, benched(job), job.run, Path(name))
+        row = about(job.variant, job.recipe, began)
+        if job.head is not None and job.head.is_file():
+            weights: Weights = load_tensors(job.head)
+        else:
+            row |= trained(job, began)
+            weights = gathered_weights(began.accelerator, began.model)
+            if job.head is not None:
+                save_tensors(job.head, weights)
+        device, config = began.target.device, began.plan.config
+        return row | judged(job, began, lambda dtype: head_of(weights, config, device, dtype))
 
 
-def trainer_of(variant: str) -> str:
-    """The key of TRAINERS: what a variant is called, before a comma behind which other settings are named."""
-    name, comma, _ = variant.partition(",")
-    if name == "published" and comma:
-        raise SystemExit(f"variant {variant!r}: the published recipe has its own settings; choose another name")
-    return name if name in TRAINERS else "ours"
+def trainer_of(variant: str, recipe: Recipe, train: TrainSettings, run: Path, folder: Path) -> Any:
+    """The trainer of a variant with its head, whose start took `start_seconds` and `start_processor_seconds`; every
+    variant but "published" is the product's own trainer. train: in place of the recipe's; folder: an empty one, for
+    what it writes."""
+    base: type[Trainer] = PublishedTrainer if variant == "published" else Trainer
 
+    class Timed(base):  # type: ignore[misc, valid-type]
+        def _prepare(self) -> Any:
+            began, before = time.perf_counter(), time.process_time()
+            found = super()._prepare()
+            self.start_seconds = time.perf_counter() - began
+            self.start_processor_seconds = time.process_time() - before
+            return found
 
-def start_tokens(trainer: Trainer) -> int:
-    """Answer tokens that the regression of the head's start read: the first of the training's order."""
-    if trainer.settings.start != "target":
-        return 0
-    batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
-    columns = trainer.model.module.head.warm_start().solved.in_features
-    return sum(int(batch.response.sum()) for batch in regression_batches(batches, columns))
+    recipe = replace(recipe, rollouts=replace(recipe.rollouts, keep_features=False), train=train)
+    borrow_features(run / "features", folder / "features")
+    return Timed(recipe, run / ROLLOUTS, run / TOKEN_MAP, folder / "train")
 
 
 def borrow_features(theirs: Path, ours: Path) -> None:
@@ -119,21 +146,13 @@ def borrow_features(theirs: Path, ours: Path) -> None:
 
 
 def benched(job: Job) -> TrainSettings:
-    """The recipe's training, one forward a step, and no measurements within. Single steps run the target (but for
-    STORED) and unroll all of train.unroll.ttt_steps, whatever the curriculum; they start from random weights, which
-    change neither their seconds nor their memory."""
+    """The recipe's training, one forward a step, no measurements within, and a start of no more than its tokens."""
     train = job.recipe.train
-    batch = {None: train.data.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
+    most = job.tokens if train.start == "target" else None
     return replace(
-        train,
-        head=replace(train.head, init=train.head.init if job.layout is None else "random"),
-        unroll=replace(train.unroll, curriculum=train.unroll.curriculum if job.layout is None else ()),
-        data=replace(
-            train.data,
-            features=train.data.features if job.layout is None or job.variant == STORED else "online",
-            global_batch=batch,
-            micro_batch=batch,
-        ),
+        alone(train),
+        head=replace(train.head, start_tokens=most),
+        data=replace(train.data, micro_batch=train.data.global_batch),
         evaluation=replace(
             train.evaluation,
             real_every=None,
@@ -141,76 +160,22 @@ def benched(job: Job) -> TrainSettings:
             real_temperatures=(0.0,),
             real_max_tokens=job.max_tokens,
         ),
-        on_policy=OnPolicySettings(),
-        tracking=TrackingSettings(),
     )
 
 
-def rollouts_a_step(job: Job) -> int:
-    """So many that a step holds about the job's tokens."""
-    examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.data.max_length)
-    return max(1, round(job.tokens * len(examples) / sum(examples.lengths)))
+def alone(train: TrainSettings) -> TrainSettings:
+    """The same training without fresh rollouts, trackers and measurements by the engine."""
+    evaluation = replace(train.evaluation, real_every=None)
+    return replace(train, evaluation=evaluation, on_policy=OnPolicySettings(), tracking=TrackingSettings())
 
 
-def measured_steps(job: Job, trainer: Trainer) -> dict[str, Any]:
-    """Seconds and memory of `job.steps` steps behind one that is not timed."""
-    if job.layout == "one row":
-        trainer.data = joined(trainer.data, job.tokens, job.steps + 1, trainer.target.max_context)
-    data, device = trainer.data, trainer.target.device
-    trainer.steps = job.steps + 1
-    wall, processor, ids, loss = [], [], [], float("nan")
-    held = restart_peak(device)
-    for step, (_, _, indices) in enumerate(islice(data.plan.from_position(), trainer.steps)):
-        began, before = time.perf_counter(), time.process_time()
-        loss = trainer.optimise(step, indices)["loss"]
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if step > 0:
-            wall.append(time.perf_counter() - began)
-            processor.append(time.process_time() - before)
-            ids.append(sum(len(data.train[index].input_ids) for index in indices))
-    return {
-        **of_both(job, trainer),
-        "layout": job.layout,
-        "tokens": statistics.mean(ids),
-        "steps": job.steps,
-        "seconds_per_step": min(wall),
-        "processor_seconds_per_step": min(processor),
-        "tokens_per_s": statistics.mean(ids) / min(wall),
-        "peak_memory_bytes": peak(device),
-        "held_before_bytes": held,
-        "accept_length": None,
-        "loss": loss,
-    }
+def rate_of(optimizer: OptimizerSettings) -> float:
+    return optimizer.muon_learning_rate if optimizer.name == "muon" else optimizer.learning_rate
 
 
-def joined(data: Data, tokens: int, count: int, longest: int) -> Data:
-    """Rollouts one behind the other in texts of `tokens` ids, one a step. Raises `ValueError` for a target that is not
-    made for so many."""
-    if tokens > longest:
-        raise ValueError(f"a row of {tokens} ids came, but the target reads at most {longest}; lower --step-tokens")
-    order = (index for _, _, batch in data.plan.from_position() for index in batch)
-    texts = []
-    while len(texts) < count:
-        ids: list[int] = []
-        response: list[bool] = []
-        while len(ids) < tokens:
-            example = data.train[next(order)]
-            ids += example.input_ids
-            response += example.response
-        texts.append(Example(f"joined {len(texts)}", ids[:tokens], response[:tokens]))
-    return replace(data, train=texts, plan=BatchPlan([tokens] * count, 1, data.plan.seed))
-
-
-def trained_row(job: Job, trainer: Trainer) -> dict[str, Any]:
-    """A training on the job's supervised tokens, and what its head is worth."""
-    seen = [supervised(trainer.data.train[index]) for index in range(len(trainer.data.train))]
-    batches, tokens = [], 0
-    for _, _, indices in trainer.data.plan.from_position():
-        batches.append(indices)
-        tokens += sum(seen[index] for index in indices)
-        if tokens >= job.tokens:
-            break
+def trained(job: Job, trainer: Any) -> dict[str, Any]:
+    """What a training took that ends with the batch that reaches the job's supervised tokens."""
+    batches, of_data = batches_until(trainer, job.tokens)
     trainer.steps = len(batches)
     held = restart_peak(trainer.target.device)
     began, before, loss = time.perf_counter(), time.process_time(), float("nan")
@@ -219,20 +184,37 @@ def trained_row(job: Job, trainer: Trainer) -> dict[str, Any]:
         if step % 50 == 0:
             print(f"{job.variant}: step {step} of {len(batches)}, loss {loss:.3f}", file=sys.stderr, flush=True)
     wall, processor = time.perf_counter() - began, time.process_time() - before
-    return {
-        **of_both(job, trainer),
-        "layout": None,
-        "tokens": tokens,
-        "unique_tokens": sum(seen[index] for index in {index for indices in batches for index in indices}),
+    check_weights(trainer.accelerator, trainer.model, len(batches), trainer.directory)
+    seconds = wall + trainer.start_seconds
+    return of_data | {
+        "start_tokens": start_tokens(trainer),
+        "start_seconds": trainer.start_seconds,
+        "start_processor_seconds": trainer.start_processor_seconds,
         "steps": len(batches),
         "seconds_per_step": wall / len(batches),
         "processor_seconds_per_step": processor / len(batches),
-        "tokens_per_s": tokens / wall,
+        "seconds": seconds,
+        "processor_seconds": processor + trainer.start_processor_seconds,
+        "tokens_per_s": of_data["tokens"] / seconds,
         "peak_memory_bytes": peak(trainer.target.device),
         "held_before_bytes": held,
         "loss": loss,
-        **judged(job, trainer),
     }
+
+
+def batches_until(trainer: Any, wanted: int) -> tuple[list[list[int]], dict[str, int]]:
+    """The rollouts of each step until so many tokens are supervised, and how many those are, all and unique."""
+    train = trainer.data.train
+    answers = train.examples if isinstance(train, WholeTexts) else train
+    seen = [supervised(answers[index]) for index in range(len(answers))]
+    batches, tokens = [], 0
+    for _, _, indices in trainer.data.plan.from_position():
+        batches.append(indices)
+        tokens += sum(seen[index] for index in indices)
+        if tokens >= wanted:
+            break
+    unique = sum(seen[index] for index in {index for indices in batches for index in indices})
+    return batches, {"tokens": tokens, "unique_tokens": unique}
 
 
 def supervised(example: Example) -> int:
@@ -240,44 +222,63 @@ def supervised(example: Example) -> int:
     return sum(a and b for a, b in zip(example.response, example.response[1:], strict=False))
 
 
-def judged(job: Job, trainer: Trainer) -> dict[str, Any]:
-    """Forecast and real accept_length of the head as it is at the end of the training, measured alike for both; the
-    real one where the job has prompts."""
-    weights = gathered_weights(trainer.accelerator, trainer.model)
-    target, side, plan = trainer.target, trainer.side, trainer.plan
+def start_tokens(trainer: Any) -> int:
+    """Answer tokens that the regression of the head's start read: the first of the training's order."""
+    if trainer.settings.start != "target":
+        return 0
+    batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
+    columns = trainer.model.module.head.warm_start().solved.in_features
+    taken = regression_batches(batches, columns, trainer.settings.head.start_tokens)
+    return sum(int(batch.response.sum()) for batch in taken)
+
+
+def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) -> dict[str, Any]:
+    """Forecast and real accept_length of a head, measured alike for all; the real one where the job has prompts.
+    head_in: gives the head in a dtype, the training's or the target's."""
+    target, side, plan = trainer.target, trainer.side.online(), trainer.plan
     settings = replace(trainer.settings, unroll=replace(trainer.settings.unroll, ttt_steps=CHAIN))
-    head = head_of(weights, plan.config, target.device, side.head_dtype)
-    forecast = forecast_accept_length(
-        trained_head(plan, settings, head, side.teacher).eval(), side, trainer.data.held_out, CHAIN
-    )
+    module = trained_head(plan, settings, head_in(side.head_dtype), side.teacher)
+    file = job.run / (ROLLOUTS if job.split is None else f"{job.split}.jsonl")
+    examples, _ = load_examples(file, "held_out", min(settings.data.max_length, target.max_context))
+    kept = list(islice(examples, FORECAST_ROLLOUTS))
+    batches = [collate(kept[at : at + AT_ONCE], trainer.data.pad_id) for at in range(0, len(kept), AT_ONCE)]
+    replays = replayed_steps(module.eval(), side, batches, CHAIN)
+    forecast = summarise_replays(replays, CHAIN)
     row = {
+        "split": job.split,
         "forecast": forecast.accept_length,
         "forecast_interval": forecast.interval,
         "forecast_verify_steps": forecast.verify_steps,
+        "forecast_by_prompt": [(sum(steps) + len(steps), len(steps)) for steps in replays],
         "shape": "chain",
         "num_steps": CHAIN,
         "top_k": 1,
         "num_draft_tokens": CHAIN + 1,
         "temperature": 0.0,
     }
-    if not job.prompts:
+    if not job.prompts or job.split == VALIDATION:
         return row | {"accept_length": None, "interval": None, "prompts": 0}
-    prompts = read_held_out(job.run / ROLLOUTS, job.prompts, target.max_context - job.max_tokens)
+    prompts = read_held_out(file, job.prompts, target.max_context - job.max_tokens)
     measurement = Measurement(target, prompts, settings, job.recipe.seed)
-    (real,) = measurement.by_engine(as_draft(weights, plan.config, plan.token_map, target))
+    (real,) = measurement.by_engine(DraftCheckpoint(head_in(target.dtype), plan.token_map))
     return row | {
         "accept_length": real.accept_length,
         "interval": real.interval,
+        "by_prompt": real.by_prompt,
         "accept_rate": [None if math.isnan(rate) else rate for rate in real.stats.accept_rate],
         "prompts": len(prompts.prompts),
         "verify_steps": real.stats.verify_steps,
     }
 
 
-def of_both(job: Job, trainer: Trainer) -> dict[str, Any]:
+def about(variant: str, recipe: Recipe, trainer: Any) -> dict[str, Any]:
+    """What every row states of its training's settings."""
     return {
-        "variant": job.variant,
-        "seed": job.recipe.seed,
+        "variant": variant,
+        "seed": recipe.seed,
+        "optimizer": trainer.settings.optimizer.name,
+        "learning_rate": rate_of(trainer.settings.optimizer),
+        "warmup_ratio": trainer.settings.optimizer.warmup_ratio,
         "precision": trainer.settings.precision,
         "target_dtype": str(trainer.target.dtype),
     }

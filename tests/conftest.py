@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +34,32 @@ WORDS = (
 DRAFT_VOCAB = 160
 PLAIN = "not (process or compile or soak or slow or gpu or peers)"  # the tier of `pytest` alone
 
+# Files that are about an optional package; without it they are not collected, and the header says so.
+ABOUT = {
+    "accelerate": ["benchmarks/test_training.py", "train/test_heads.py", "train/test_nodes.py"],
+    "deepspeed": ["benchmarks/test_training.py", "train/test_loop.py", "train/test_nodes.py"],
+    "fastapi": ["infer/server", "pipeline/test_rollouts_by_servers.py"],
+    "gguf": [
+        "benchmarks/test_engine_cpu.py",
+        "checkpoint/test_gguf_head.py",
+        "checkpoint/test_stitch_gguf.py",
+        "targets/test_gguf_glm.py",
+    ],
+    "llguidance": [
+        "infer/engine/test_grammar_decoding.py",
+        "infer/request/test_grammar.py",
+        "infer/server/test_response_format.py",
+    ],
+    "openai": ["commands/test_search.py", "commands/test_serve.py", "infer/server"],
+}
+ABSENT = [package for package in ABOUT if importlib.util.find_spec(package) is None]
+collect_ignore = sorted({path for package in ABSENT for path in ABOUT[package]})
+
 torch.set_num_threads(1)  # of every worker: two workers share two cores
+
+
+def pytest_report_header() -> list[str]:
+    return [f"not installed: {package}; left out: {', '.join(ABOUT[package])}" for package in ABSENT]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parent.parent / "toolkit"
 FLOORS = {
     "head_kinds": 0,
@@ -66,7 +68,7 @@ SIDEWAYS = {
     ("train_settings", "head_kinds"),
 }
 # `accelerate launch` runs these by path. They call the pipeline, and nothing imports them.
-ENTRIES = {"train/eagle3.py", "train/eagle2.py", "train/mtp.py"}
+ENTRIES = {"train/block.py", "train/eagle3.py", "train/eagle2.py", "train/mtp.py"}
 JUNK = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "core", "base"}
 
 
@@ -245,6 +247,10 @@ assert not BLOCKED & {name.partition(".")[0] for name in sys.modules}, "a blocke
 """
 
 
+SERVER = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+OPTIONAL = {"accelerate", "datasets", "deepspeed", "gguf", "llguidance", "tensorboard", "wandb", *SERVER}
+
+
 def output_without(blocked: set[str], code: str) -> str:
     """What `code` prints in a process where `blocked` cannot be imported."""
     program = WITHOUT.replace("CODE", code).replace("BLOCKED", repr(blocked))
@@ -268,9 +274,35 @@ print(len(names))
 
 def test_llm_imports_without_a_server() -> None:
     """Who calls the engine from Python installs no web server, and gguf only to open a GGUF file."""
-    blocked = {"fastapi", "starlette", "uvicorn", "pydantic", "gguf"}
     code = "from toolkit import LLM, SamplingParams; import toolkit.infer.load.worker_main; print(LLM.__name__)"
-    assert output_without(blocked, code) == "LLM\n"
+    assert output_without(OPTIONAL, code) == "LLM\n"
+
+
+def test_commands_without_the_optional_packages(tiny_draft_directory: Path, tmp_path: Path) -> None:
+    """Help and `inspect` need none of them. A command that does names the package and how to install it."""
+    (tmp_path / "target.gguf").touch()
+    draft, target = str(tiny_draft_directory), str(tmp_path / "target.gguf")
+    code = f"""
+from toolkit import cli
+sys.stderr = sys.stdout
+lines = (["--help"], ["inspect", {draft!r}], ["serve", "--target", "t"], ["inspect", {target!r}], ["plan"])
+print([cli.main(line) for line in lines])
+"""
+    printed = output_without(OPTIONAL, code)
+    assert printed.endswith("[0, 0, 2, 2, 2]\n"), printed
+    for command, package in (("this command", "uvicorn"), ("a GGUF file", "gguf"), ("this command", "pydantic")):
+        assert f"error: {command} needs the Python package {package}, which is not installed: pip install" in printed
+
+
+@pytest.mark.slow
+def test_tests_for_a_gpu_collect_without_the_optional_packages() -> None:
+    """Where a GPU is at hand there is often torch, Triton and transformers, and little else to install."""
+    folders = [f"tests/infer/{name}" for name in ("graphs", "attention", "kernels", "load/test_llm.py")]
+    code = f"""
+import pytest
+assert pytest.main(["-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider", *{folders!r}]) == 0
+"""
+    assert output_without(OPTIONAL, code).count("::") > 30
 
 
 def test_no_junk_drawers() -> None:
@@ -321,4 +353,4 @@ def test_tests_mirror_the_package() -> None:
     tests = PACKAGE.parent / "tests"
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
     without = {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
-    assert without <= {"benchmarks", "docs", "examples", "peers"}, without
+    assert without <= {"benchmarks", "docs", "examples", "peers", "pretend_cuda"}, without

@@ -128,6 +128,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("rollouts.held_out=1", "less than 1"),
         ("rollouts={keep_features: true, torch_compile: true}", "false under rollouts.keep_features: true"),
         ("rollouts={server: http://a, torch_compile: true}", "torch_compile = True, but false under rollouts.server"),
+        ("rollouts={deterministic: true, torch_compile: true}", "false under rollouts.deterministic: true"),
         ("rollouts={server: [http://a], keep_features: true}", "train.data.features: offline makes them itself"),
         ("rollouts.server_model=x", "null without rollouts.server"),
         ("rollouts.server=3", "it must be a list"),

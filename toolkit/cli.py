@@ -8,6 +8,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -86,6 +87,8 @@ def command_parser(name: str) -> tuple[argparse.ArgumentParser, Callable[[Sequen
     command = _module(name)
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
     subcommands = command.add_arguments(parser)
+    if hasattr(command, "parse"):  # the command reads its line itself
+        return parser, partial(command.parse, parser)
     # Overrides may be given before or after options; argparse does not support that together with subcommands.
     return parser, parser.parse_intermixed_args if subcommands is None else parser.parse_args
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+_INSTALLED_AS = {"yaml": "pyyaml"}  # where pip's name is another one
 
 
 class TargetError(ValueError):
@@ -33,25 +36,61 @@ class ResumeError(TrainError):
     """The stored state was written with other settings or by another number of processes."""
 
 
+class MissingPackageError(ModuleNotFoundError):
+    """A package that only some of the features need is not installed."""
+
+    def __init__(self, package: str, needed_by: str) -> None:
+        install = _INSTALLED_AS.get(package, package)
+        super().__init__(
+            f"{needed_by} needs the Python package {package}, which is not installed: pip install {install}",
+            name=package,
+        )
+
+
+def optional_package(name: str, needed_by: str) -> ModuleType:
+    """Import a package where it is used: who does not use that feature need not install it.
+
+    Raises `MissingPackageError`, whose message says that `needed_by` needs it and how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # it is installed, and something that it needs is not
+            raise
+        raise MissingPackageError(name, needed_by) from error
+
+
 def is_for_users(error: BaseException) -> bool:
     """Return whether an error is about the user's input: a ValueError class of this package, or a file error.
 
     With TOOLKIT_LOG=debug the result is always False, so that every error shows its traceback.
     """
-    if os.environ.get("TOOLKIT_LOG", "").lower() == "debug":
+    if _shows_tracebacks():
         return False
     ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == "toolkit"
     return ours or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
 
 
+def _shows_tracebacks() -> bool:
+    return os.environ.get("TOOLKIT_LOG", "").lower() == "debug"
+
+
 def exit_status(work: Callable[[], int]) -> int:
-    """Return the result of `work`; 2 after printing a user error as one line on stderr, 130 after Ctrl-C."""
+    """Return the result of `work`; 2 after printing a user error or a missing package as one line on stderr, 130 after
+    Ctrl-C."""
     try:
         return work()
     except (ValueError, OSError) as error:
         if not is_for_users(error):
             raise
         print(f"toolkit: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "toolkit").partition(".")[0]
+        if package == "toolkit" or _shows_tracebacks():
+            raise
+        told = error if isinstance(error, MissingPackageError) else MissingPackageError(package, "this command")
+        print(f"toolkit: error: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ntoolkit: interrupted; files written so far are kept", file=sys.stderr)

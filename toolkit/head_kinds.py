@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class HeadKind:
     """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
     layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
-    ship heads of this kind in their own checkpoints. vocabulary: the default of train.head.vocabulary; None: the head
-    has an output matrix of its own. normalised_steps: the weights of the loss's steps sum to 1 (FastMTP).
+    ship heads of this kind in their own checkpoints. block: a block drafter, which drafts chains up to its own size.
+    vocabulary: the default of train.head.vocabulary; None: the head has an output matrix of its own. normalised_steps:
+    the weights of the loss's steps sum to 1 (FastMTP).
     loss_version: is raised when the same settings mean another loss, so that older run folders are trained again."""
 
     head: str
@@ -21,6 +22,7 @@ class HeadKind:
     layer_per_step: bool = False
     native: bool = False
     vocabulary: str | None = None
+    block: bool = False
     normalised_steps: bool = False
     loss_version: int = 1
 
@@ -31,6 +33,7 @@ HEAD_KINDS = {
     "eagle2": HeadKind(
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
+    "block": HeadKind("BlockHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank"), block=True),
     "mtp": HeadKind(
         "MtpHead",
         ("head.vocabulary",),

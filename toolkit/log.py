@@ -34,6 +34,15 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("toolkit") else f"toolkit.{name}")
 
 
+def give_up_full_streams() -> None:
+    """Drop what stdout and stderr cannot write (a full disk): Python would end with status 120 because of it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _debug() -> bool:
     return os.environ.get("TOOLKIT_LOG", "").lower() == "debug"
 

@@ -35,7 +35,9 @@ class TargetSettings:
     model: str = field(metadata={"meaning": "smollm2-135m (the demo target), a hub id, a directory or a .gguf file"})
     revision: str | None = setting(None, "revision of a model on a hub; null: main")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "auto: that of the target's config; training on a CPU takes float32 where that is faster"
+        "auto",
+        "auto: that of the target's config (float16: bfloat16 on a GPU, float32 on a CPU); training on a CPU takes "
+        "float32 where that is faster",
     )
     quantization: Literal["int8", "int4"] | None = setting(
         None,
@@ -93,6 +95,9 @@ class RolloutSettings:
         False,
         "store the hidden states computed while answering, for train.data.features: offline",
         not_in_fingerprint=True,
+    )
+    deterministic: bool = setting(
+        False, "give an answer the same bits whatever is written beside it (CPU)", not_in_fingerprint=True
     )
     torch_compile: bool = setting(
         False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True
@@ -168,11 +173,14 @@ class Recipe:
         # Features of compiled layers differ from those of training, which does not compile its forwards.
         eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
         yield "rollouts.torch_compile", eager, "false under rollouts.keep_features: true"
+        one_way = not (self.rollouts.deterministic and self.rollouts.torch_compile)
+        yield "rollouts.torch_compile", one_way, "false under rollouts.deterministic: true"
         read = not self.rollouts.keep_features or self.train.data.features == "offline"
         yield "rollouts.keep_features", read, "train.data.features: offline, which reads them, or false,"
         served = bool(self.rollouts.server)
         for key, neutral, needed in (
             ("rollouts.keep_features", False, "false (train.data.features: offline makes them itself)"),
+            ("rollouts.deterministic", False, "false"),
             ("rollouts.torch_compile", False, "false"),
             ("target.quantization", None, "null (the servers' weights are their own)"),
         ):
@@ -228,7 +236,7 @@ def result_settings(section: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             found |= result_settings(value)
         elif own := key.metadata.get("fingerprint_name"):
-            found |= {} if value is None else {own: value}
+            found |= {} if value == key.default else {own: value}
         elif not key.metadata.get("not_in_fingerprint"):
             name = (key.metadata.get("former") or key.name).rpartition(".")[2]
             found[name] = list(value) if isinstance(value, tuple) else value

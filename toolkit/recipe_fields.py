@@ -29,8 +29,8 @@ def setting(
     former: its dotted name before it was renamed. Errors name the new one; fingerprints keep the last part of the
         former one, so that older run folders stay valid.
     not_in_fingerprint: it does not affect the result of its stage.
-    fingerprint_name: its name in fingerprints, where another key of its stage has the same name. Null is left out
-        there, so that older run folders stay valid.
+    fingerprint_name: its name in fingerprints, for a key that older run folders do not have. The default is left out
+        there, so that they stay valid; it must never change.
     """
     metadata = {
         "meaning": meaning,

@@ -124,10 +124,12 @@ class ThreadLimit:
         log.info("%d -> %d threads: %s", before, after, why)
 
 
-def thread_limit(device: torch.device, processes: int = 1) -> Callable[[], AbstractContextManager[None]]:
+def thread_limit(
+    device: torch.device, processes: int = 1, *, changing: bool = True
+) -> Callable[[], AbstractContextManager[None]]:
     """Return a context manager for each round or training step on `device`: fewer threads while the CPUs are busy.
 
-    It does nothing on a GPU, and with several processes: these must compute the same bits, and sums of another number
-    of threads differ in rounding.
+    It does nothing on a GPU, and where the bits must be the same (several processes, or not `changing`): sums of
+    another number of threads differ in rounding.
     """
-    return ThreadLimit().limited if device.type == "cpu" and processes == 1 else nullcontext
+    return ThreadLimit().limited if device.type == "cpu" and processes == 1 and changing else nullcontext

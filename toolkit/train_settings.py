@@ -21,11 +21,10 @@ class HeadSettings:
 
     kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
     layers: PositiveInt = setting(
-        1,
-        "eagle3, eagle2: decoder layers of the head; mtp: layers that draft one level each, of which the last repeats",
+        1, "eagle3, eagle2, block: decoder layers; mtp: layers that draft one level each, of which the last repeats"
     )
     aux_layer_ids: tuple[int, ...] | None = setting(
-        None, "eagle3: the three hidden states of the target that the head reads; null: (2, n/2, n-3) of n layers"
+        None, "eagle3, block: the three hidden states of the target that are read; null: (2, n/2, n-3) of n layers"
     )
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
@@ -34,22 +33,26 @@ class HeadSettings:
     )
     lm_head: Literal["random", "target", "frozen"] | None = setting(
         None,
-        "eagle3: initial output matrix and norm; target: the target's; frozen: the same, not trained; null: as `init`",
+        "eagle3, block: first output matrix and norm; target: the target's; frozen: and not trained; null: as `init`",
     )
     vocabulary: Literal["draft", "target"] | None = setting(
         None,
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
+    markov_rank: PositiveInt = setting(64, "block: rank of the bias of a token", fingerprint_name="markov_rank")
     init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
         "target; copied: the same without the regression; native (mtp): the MTP module in the target's own checkpoint",
     )
+    start_tokens: PositiveInt | None = setting(
+        None, "answer tokens that the regression of init: target reads at most; null: 40 for each of its inputs"
+    )
 
     @property
     def stages(self) -> int:
-        """Layers that draft one level each, as `HeadConfig.stages` of the head that these settings ask for."""
+        """Layers that draft one level each, as `HeadConfig.stages` of the head."""
         return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
 
     @property
@@ -67,7 +70,7 @@ class HeadSettings:
 class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
-    ttt_steps: PositiveInt = setting(4, "steps of the training-time test, K: the depth that the head learns to draft")
+    ttt_steps: PositiveInt = setting(4, "steps of training-time test, K: the depth that is learned; block: its tokens")
     curriculum: tuple[PositiveFloat, ...] = setting(
         (),
         "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",
@@ -124,6 +127,9 @@ class DataSettings:
     max_length: Annotated[int, Field(ge=3)] = setting(512, "tokens of a sequence; longer rollouts are cut")
     global_batch: PositiveInt = setting(8, "sequences of an optimizer step, over all processes and accumulation steps")
     micro_batch: PositiveInt = setting(8, "sequences of one forward of one process", not_in_fingerprint=True)
+    supervise: Literal["answers", "all"] = setting(
+        "answers", "tokens that are learned: those of answers, or of prompts too (all)", fingerprint_name="supervise"
+    )
     pack: bool = setting(
         False, "several short sequences of a micro-batch share a row; none attends to another", not_in_fingerprint=True
     )
@@ -224,8 +230,10 @@ class TrainSettings:
         ids = head.aux_layer_ids
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
         yield "head.aux_layer_ids", rising, "null or three ascending indices into hidden_states"
-        sees = head.sliding_window is None or head.sliding_window >= steps
-        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
+        regressed = head.start_tokens is None or self.start == "target"
+        yield "head.start_tokens", regressed, "null, or train.head.init=target without train.init,"
+        sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
+        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null (block heads see everything),"
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "target, copied or random (native modules are mtp heads),"
         yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
@@ -251,6 +259,7 @@ class TrainSettings:
         layers = self.head.stages
         yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, "this or feature_weight above 0"
         thins = unroll.anchors is None or unroll.ttt_steps > layers
+        yield "unroll.ttt_steps", most > 0 or not HEAD_KINDS[self.head.kind].block, "at least 2, the tokens of a block,"
         yield "unroll.anchors", thins, f"null, or ttt_steps above {layers}: they thin out later steps,"
         shares = unroll.curriculum
         fits = f"up to {most} shares (one for each number of steps below ttt_steps) that sum to less than 1"
@@ -274,8 +283,7 @@ class TrainSettings:
         needed = "train.on_policy.every, the steps between fresh rollouts (null: never), or this setting's default"
         for name in changed(self.on_policy, "prompts", "temperatures"):
             yield f"on_policy.{name}", fresh, needed
-        # Every forward of a sharded target is a collective. The engine runs different numbers of forwards on each
-        # process, so the processes would wait for each other forever.
+        # The engine runs other numbers of forwards on each process, and those of a sharded target are collectives.
         whole = "null under train.target sharded (the engine needs all of it; `toolkit bench` measures trained heads)"
         yield "evaluation.real_every", self.target == "replicated" or self.evaluation.real_every is None, whole
         yield "on_policy.every", self.target == "replicated" or not fresh, whole
@@ -298,8 +306,7 @@ class TrainSettings:
         check(self, "train.", [("data.micro_batch", whole, f"a divisor of {share}, the sequences of a process,")])
 
     def idle_settings(self) -> list[str]:
-        """Settings of the engine's measurements that have no effect because real_every is null. They are no error: an
-        override may have switched the measurements off."""
+        """Settings without effect because real_every is null; no error, since an override may have set it."""
         if self.evaluation.real_every is not None:
             return []
         # Fresh rollouts use the first shape.

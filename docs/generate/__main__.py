@@ -19,6 +19,7 @@ import measurements
 import python_api
 import readme
 import recipe
+import server_metrics
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES: dict[str, Callable[[], str]] = {
@@ -30,6 +31,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 BLOCKS: dict[str, Callable[[], str]] = {
     "serve flags": commands.serve_flags,
+    "metrics": server_metrics.block,
     "api": python_api.block,
     "glossary": glossary.block,
     "demo": readme.demo,

@@ -83,7 +83,7 @@ def _imports(folder: Path, units: Mapping[str, int]) -> Edges:
     edges: Edges = {unit: set() for unit in units}
     for path in folder.rglob("*.py"):
         unit = path.relative_to(folder).parts[0].removesuffix(".py")
-        if path.parent == PACKAGE / "train" and path.stem in ("eagle3", "eagle2", "mtp"):
+        if path.parent == PACKAGE / "train" and path.stem in ("eagle3", "eagle2", "mtp", "block"):
             unit = "entries"
         if unit in edges:
             edges[unit] |= {name for name in _names(path, place) if name in units and name != unit}

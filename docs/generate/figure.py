@@ -8,7 +8,7 @@ from pathlib import Path
 from measurements import FIRST_COMMAND, RESULTS, Record, records_of
 from record_tables import Row
 
-from toolkit.bench.rows import is_slower
+from toolkit.bench.rows import is_slower, shape_text
 from toolkit.bench.table import decimal, times
 
 WIDTH, HEIGHT = 640, 360
@@ -81,9 +81,9 @@ def _draw(record: Record) -> str:
 
 
 def _bar(row: Row) -> tuple[str, float, tuple[str, ...], str]:
-    name = row["shape"]
-    if name != "adaptive":
-        name += f" {row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
+    name = "head alone" if row.get("lookup") is False else row["shape"]
+    if row["shape"] != "adaptive":
+        name += f" {shape_text(row)}"
     notes = (
         f"accept_length {decimal(row['accept_length'])}",
         f"{times(row['speedup'])} plain" + ", slower" * is_slower(row),

@@ -55,7 +55,6 @@ TAIL = """
 ## What has no record
 
 - No GPU has measured anything here.
-- Training recipes of others, with a learning rate chosen for the same amount of data, are not compared yet.
 """
 
 
@@ -168,10 +167,35 @@ SECTIONS = (
         command="python benchmarks/adapt.py DRAFT QUESTIONS --out DIR",
     ),
     Section(
+        "Heads of few tokens",
+        "How good is a head beside one of the published EAGLE-3 recipe, both at their best and of the same rollouts?",
+        "training-few-tokens-*.json",
+        tables.few_tokens,
+        text="The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, anew "
+        "for every source and number of tokens, among as many tries for each recipe; the other half is looked at "
+        "for the chosen alone. The rollouts on which a head's warm start is fitted are among those that it trains "
+        "on, and its seconds count. Values are pooled over the verify steps of all seeds. Intervals are 95 % "
+        "bootstrap intervals over prompts and seeds, both drawn with replacement. Ratios are paired: both heads "
+        "have the same prompts and seeds in every draw. So few seeds say little of their spread. *Edge*: the best "
+        "rate was the lowest or highest that was tried, so a better one may lie beyond.",
+        command="python benchmarks/few_tokens.py RUN",
+    ),
+    Section(
+        "Heads by other trainers",
+        "What do SpecForge's and speculators' own training code make of the same rollouts on a CPU?",
+        "training-rivals-*.json",
+        tables.training_rivals,
+        text="Each at its own defaults, its rate chosen on the validation half. What keeps them from running on a CPU "
+        "as they are was replaced; `benchmarks/training_rivals.py` says what.",
+        command="python benchmarks/training_rivals.py SOURCE",
+    ),
+    Section(
         "A training step",
-        "What do stored features save over running the target in every step?",
+        "What does a step take beside the published EAGLE-3 recipe's, and what do stored features save?",
         "training-recipes-step-*.json",
         tables.training_step,
+        text="Medians where a step was measured several times. The published recipe is written anew here, with dense "
+        "attention; SpecForge's own code runs other kernels on a GPU.",
     ),
     Section(
         "Memory of the draft loss",
@@ -209,6 +233,36 @@ SECTIONS = (
         text="Greedy, one answer a prompt, in turns. *head*, *lookup* and *composed* draft the shape of the command in "
         "every step. *Tokens a step* counts all steps, accept_length those that drafted.",
         command="python benchmarks/composed.py --draft DIR [--batch N]",
+    ),
+    Section(
+        "Drafts under a grammar",
+        "What is left of acceptance where answers must match a schema or an expression?",
+        "grammar-*.json",
+        tables.grammars,
+        text="Greedy, float32; every prompt asks for a description as JSON. *accept_length* counts steps in which the "
+        "target read drafts, *tokens a step* all steps. *drafts a step*: those that the grammar left.",
+        command="python benchmarks/grammar.py --draft DIR",
+    ),
+    Section(
+        "Servers under load",
+        "How fast do servers answer one client and several at once, with a head and without, and what does load break?",
+        "server-*.json",
+        tables.servers,
+        text="Greedy; every server answers the same prompts, in turns. *First text*: from sending a request to its "
+        "first text; p99 of few requests is the largest. Prompts of several clients were asked before, so a prefix "
+        "cache has them. *A token*: mean time of a token after it, median over answers. *Other texts*: complete "
+        "answers that are not those of `ours-plain` (near-ties in bfloat16). `ours-soak` has many clients, of which "
+        "some leave and some have deadlines, in the process of the clients; its errors are wrong answers.",
+        command="python benchmarks/serve.py --draft DIR --soak",
+    ),
+    Section(
+        "The host's share of a round",
+        "What does the host do in a recorded round, and does it grow with the context?",
+        "host-rounds-*.json",
+        tables.host_rounds,
+        text="The device's work is left out, so no GPU is needed. *All tables*: what a round would take more if it "
+        "uploaded every page table, not the new pages alone.",
+        command="python benchmarks/host_rounds.py",
     ),
     Section(
         "A search against brute force",

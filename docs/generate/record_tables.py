@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from tables import table
 
 from toolkit.bench.bootstrap import LEAST_GROUPS
-from toolkit.bench.table import NONE, decimal, speedup_text
+from toolkit.bench.rows import shape_text
+from toolkit.bench.table import NONE, decimal, mode_name, speedup_text
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -222,6 +224,70 @@ def composed(record: Record) -> str:
     return f"{table(header, rows)}\nAdaptive, composed over the better of head and lookup: {', '.join(ratios)}.\n"
 
 
+def grammars(record: Record) -> str:
+    """Acceptance under each grammar and without one, by shape."""
+    header = (
+        "draft shape",
+        "grammar",
+        "accept_length",
+        "verify steps",
+        "tokens a step",
+        "drafts a step",
+        "equal to plain",
+    )
+    rows = (
+        (
+            shape(row),
+            row["grammar"],
+            decimal(row["accept_length"]),
+            str(row["verify_steps"]),
+            decimal(row["tokens_per_step"]),
+            decimal(row["offered"]),
+            f"{row['equal']} of {row['prompts']}",
+        )
+        for row in record["rows"]
+    )
+    return table(header, rows)
+
+
+def servers(record: Record) -> str:
+    """Times, throughput and errors of every server at every number of clients, and what has no row."""
+    header = ("server", "settings", "clients", "requests", "first text, p50 and p99, ms", "a token, ms", "tokens/s")
+    rows = table(
+        (*header, "accept_length", "errors", "other texts", "left"),
+        (
+            (
+                f"`{row['server']}`",
+                row["settings"],
+                str(row["clients"]),
+                str(row["requests"]),
+                f"{milliseconds(row['ttft_p50'])}, {milliseconds(row['ttft_p99'])}",
+                milliseconds(row["tpot_p50"]),
+                decimal(row["tokens_per_s"], 1),
+                decimal(row.get("accept_length")),
+                str(row["errors"]),
+                NONE if row.get("other_texts") is None else str(row["other_texts"]),
+                _left(row),
+            )
+            for row in record["rows"]
+        ),
+    )
+    missing = [f"No row of {name}: {why}." for name, why in (record.get("left_out") or {}).items()]
+    return "\n\n".join([rows.rstrip(), *missing]) + "\n"
+
+
+def _left(row: Row) -> str:
+    """What a server holds after its last client."""
+    if row["leaked_pages"] is None:
+        return NONE
+    growth = megabytes(row["memory_growth_bytes"])
+    return f"{row['leaked_pages']} pages, {row['leaked_threads']} threads, {growth} of memory"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return decimal(None if seconds is None else 1000 * seconds, 1)
+
+
 def brute_force(record: Record) -> str:
     """The summary of a search beside brute force, and the fastest settings."""
     summary = record["summary"]
@@ -232,6 +298,12 @@ def brute_force(record: Record) -> str:
         "are exactly the engine's accept_length; the largest difference is "
         f"{decimal(summary['largest_difference'], 3)}."
     )
+    if "rematch" in summary:
+        low, high = summary["rematch_interval"]
+        facts += (
+            f" The best of so many noisy times is too good: side by side on all built-in prompts the pick has "
+            f"{decimal(summary['rematch'])} [{decimal(low)}, {decimal(high)}] of its speed."
+        )
     header = ("setting", "accept_length", "forecast", "tokens/s", "predicted")
     rows = (
         (
@@ -242,6 +314,24 @@ def brute_force(record: Record) -> str:
         for row in record["rows"][:10]
     )
     return f"{table(header, rows)}\n\n{facts}"
+
+
+def host_rounds(record: Record) -> str:
+    """The host's share of a recorded round, beside an upload of all page tables."""
+    header = ("rows", "tokens a row", "draft shape", "overlap", "a round, ms", "numbers uploaded", "all tables, ms")
+    rows = (
+        (
+            str(row["rows"]),
+            f"{row['context']:,}",
+            row["shape"],
+            "yes" if row["how"] == "graph" else "no",
+            f"{1e3 * row['step_seconds']:.3f}",
+            f"{row['uploaded_numbers']:.1f}",
+            f"{1e3 * row['whole_tables_seconds']:.2f}",
+        )
+        for row in record["rows"]
+    )
+    return table(header, rows)
 
 
 def checked_heads(record: Record) -> str:
@@ -261,21 +351,85 @@ def checked_heads(record: Record) -> str:
     )
 
 
-def training_step(record: Record) -> str:
-    """Seconds and memory of a step."""
-    header = ("step", "precision", "ids in it", "features", "seconds", "memory beside what is held before")
+def few_tokens(record: Record) -> str:
+    """Rows over all seeds: each recipe at its best rate and warm-up."""
+    header = (
+        "source",
+        "tokens",
+        "recipe",
+        "rate, warm-up (of tries)",
+        "seeds",
+        "accept_length",
+        "over the published one",
+    )
+    return table(
+        (*header, "forecast", "over the published one", "minutes, the start's among them"),
+        (
+            (
+                row["source"],
+                str(row["asked_tokens"]),
+                row["variant"],
+                f"{row['learning_rate']:g}, {row['warmup_ratio']:g} "
+                f"({row['tries']}{', edge' if row['at_edge'] else ''})",
+                str(len(row["seeds"])),
+                with_interval(row["accept_length"], row["interval"], row["prompts"]),
+                _over(row, "accept_length"),
+                with_interval(row["forecast"], row["forecast_interval"], row["prompts"]),
+                _over(row, "forecast"),
+                f"{decimal(row['seconds'] / 60, 1)}, {decimal(row['start_seconds'] / 60, 1)}",
+            )
+            for row in record["rows"]
+            if row["seed"] is None
+        ),
+    )
+
+
+def _over(row: Row, name: str) -> str:
+    ratio = row[f"{name}_ratio"]
+    return NONE if ratio is None else with_interval(ratio, row[f"{name}_ratio_interval"], row["prompts"])
+
+
+def training_rivals(record: Record) -> str:
+    """Tests of the chosen rate of each trainer."""
+    header = ("trainer", "tokens", "rate", "accept_length", "verify steps", "forecast", "seconds a step", "memory")
     return table(
         header,
         (
             (
-                row["layout"],
-                row["precision"],
-                f"{row['tokens']:.0f}",
-                "stored" if "stored" in row["variant"] else "by the target in the step",
+                f"{row['rival']} {row['version']}",
+                str(row["tokens"]),
+                f"{row['learning_rate']:g}",
+                with_interval(row["accept_length"], row["interval"], row["prompts"]),
+                str(row["verify_steps"]),
+                with_interval(row["forecast"], row["forecast_interval"], row["prompts"]),
                 decimal(row["seconds_per_step"]),
                 megabytes(row["peak_memory_bytes"] - row["held_before_bytes"]),
             )
             for row in record["rows"]
+            if row["split"] == "test"
+        ),
+    )
+
+
+def training_step(record: Record) -> str:
+    """Seconds and memory of a step, medians over its measurements."""
+    header = ("step", "recipe", "precision", "ids in it", "features", "seconds", "memory beside what is held before")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in record["rows"]:
+        groups.setdefault((row["layout"], row["variant"]), []).append(row)
+    return table(
+        header,
+        (
+            (
+                layout,
+                "published" if variant == "published" else "ours",
+                rows[0]["precision"],
+                f"{median(row['tokens'] for row in rows):.0f}",
+                "stored" if "stored" in variant else "by the target in the step",
+                decimal(median(row["seconds_per_step"] for row in rows)),
+                megabytes(median(row["peak_memory_bytes"] - row["held_before_bytes"] for row in rows)),
+            )
+            for (layout, variant), rows in groups.items()
         ),
     )
 
@@ -341,10 +495,10 @@ def shape(row: Row) -> str:
     """The draft of a row with its three parameters."""
     if row.get("num_steps") is None:
         return str(row["shape"])
-    most = f"`{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}`"
-    if row["shape"] == "adaptive":
-        return f"adaptive, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
-    return f"{row['shape']} {most}"
+    most, kind = f"`{shape_text(row)}`", row.get("shape", "chain" if row["top_k"] == 1 else "tree")
+    if kind == "adaptive":
+        return f"{mode_name(row)}, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
+    return f"{kind} {most}"
 
 
 def cost(record: Record) -> str:

@@ -11,7 +11,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, read_record, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.run_folder import RunData
-from toolkit.bench.table import print_acceptance
+from toolkit.bench.table import mode_name, print_acceptance
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, SamplingError
@@ -41,15 +41,17 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
         config=EngineConfig(verify="target", max_running_requests=batch),
     )
     whole = [row for row in record["rows"] if row["task"] == "all"]
-    assert [(row["shape"], row["num_draft_tokens"]) for row in whole] == [("adaptive", 6), ("chain", 3), ("tree", 6)]
-    assert len(record["rows"]) == 9 and len(record["answers"]) == 12
+    modes = ["adaptive", "adaptive, no lookup", "chain 2", "tree 3x2/6"]
+    assert [mode_name(row) for row in whole] == modes == list(dict.fromkeys(one["shape"] for one in record["answers"]))
+    assert [row["num_draft_tokens"] for row in whole] == [6, 6, 3, 6]
+    assert len(record["rows"]) == 12 and len(record["answers"]) == 16
     for row in whole:
         assert row["tokens_equal"] is True and row["unequal"] == 0 and row["answers"] == 4 and row["prompts"] == 3
         assert row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0 and row["temperature"] == temperature
-    for row in whole[1:]:
+    for row in whole[2:]:
         assert row["accept_length"] >= 1 and row["verify_steps"] > 0 and row["drafted_share"] == 1
     assert whole[0]["drafted_share"] < 1, "adaptive drafting begins with plain steps"
-    assert record["target"]["dtype"] == "float32" and record["settings"]["shapes"] == ["adaptive", "2,1,3", "3,2,6"]
+    assert record["target"]["dtype"] == "float32" and record["settings"]["shapes"] == [*modes[:2], "2,1,3", "3,2,6"]
     write_record(tmp_path / "acceptance.json", record)
     assert read_record(tmp_path / "acceptance.json", "acceptance") == json.loads(json.dumps(record, allow_nan=False))
     print_acceptance(record)
@@ -150,8 +152,10 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
 
 def test_adaptive_drafting_alone_goes_as_far_as_the_engine_does(tiny_target, tiny_draft):
     """`bench.shapes=[adaptive]`: what serve does with a head that was never measured."""
-    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], [], adaptive=True, max_tokens=4, warmup=0)
-    assert [(row["shape"], row["num_draft_tokens"]) for row in record["rows"]] == [("adaptive", 5)] * 2
+    config = EngineConfig(lookup=False, verify="target", max_running_requests=1)
+    settings = {"adaptive": True, "max_tokens": 4, "warmup": 0, "config": config}
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], [], **settings)
+    assert [(mode_name(row), row["num_draft_tokens"]) for row in record["rows"]] == [("adaptive", 5)] * 2
     assert measured_summary(record)["best_shape"] == measured_summary(record)["adaptive_shape"] == "4,1,5"
 
 

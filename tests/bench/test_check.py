@@ -22,6 +22,7 @@ from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check_decoding
 from toolkit.bench.check import Unreadable, open_checked
 from toolkit.bench.check_decoding import sampling_check, sign_flip_p
+from toolkit.bench.checked_head import _first_places
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
@@ -29,6 +30,7 @@ from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
+from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import round as engine_round
@@ -39,6 +41,7 @@ from toolkit.infer.verify import verifiers
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.head_snapshot import describe_target
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
@@ -384,6 +387,20 @@ def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, 
     status, rows = check(directory, tmp_path / "check.json")
     skipped = [name for name, row in rows.items() if row["status"] == "skipped"]
     assert status == 0 and skipped == ["template", "token map", "aux layers", "acceptance"], rows
+
+
+def test_first_drafts_of_a_block_drafter(tiny_target):
+    """The check computes them by dense attention, training all places of all blocks at once: the same states."""
+    torch.manual_seed(5)
+    config = BlockConfig.from_target_config(
+        tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
+        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, markov_rank=8,
+    )  # fmt: skip
+    head, text = BlockHead(config).requires_grad_(False), torch.arange(3, 15)
+    features, embeds = torch.randn(len(text), config.feature_size), tiny_target.embed_tokens(text).detach()
+    found = _first_places(head, embeds[1:], head.first_hidden(features[:-1]))
+    wanted = next(unroll_blocks(head, features[None], embeds[None], 4))[0, :-1]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("state", ["skipped", "ok", "FAILED"])

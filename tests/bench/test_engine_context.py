@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from toolkit.bench.answers import Sampling
-from toolkit.bench.engine_context import longest_prompt, with_context
+from toolkit.bench.engine_context import Trial, longest_prompt, with_context
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
-from toolkit.infer.cache.cache_manager import ROOM
+from toolkit.infer.cache.cache_size import ROOM
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
@@ -42,8 +42,8 @@ def test_engines_of_step_times_hold_their_prompts(tiny_target, tiny_draft, monke
 
     monkeypatch.setattr(Engine, "add_request", noted)
     prompts = [list(range(5, 105)), list(range(5, 15))]
-    config = EngineConfig(max_running_requests=2)
-    measure_step_times(tiny_target, tiny_draft, [DraftShape.chain(2)], prompts, config, Sampling(8, 0.0, 0))
+    trial = Trial(tiny_target, tiny_draft, (), Sampling(8, 0.0, 0), EngineConfig(max_running_requests=2))
+    measure_step_times(trial, [DraftShape.chain(2)], prompts)
     context = 100 + LEAST_ANSWER
     assert {length for length, _, _ in seen} == {100, 10}
     assert {held for _, held, _ in seen} == {context} and max(cache for _, _, cache in seen) <= 2 * (context + ROOM)

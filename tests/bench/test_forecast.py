@@ -10,6 +10,7 @@ import torch
 
 from tests.train.test_parity import _batch
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import forecast_surface, largest_shape, recorded, replay_answers, shapes_of
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.rollout_answers import rollout_answers
@@ -36,8 +37,7 @@ SHAPES = {1: largest_shape(1, 5, 99), 2: largest_shape(2, 4, 12), 3: largest_sha
 def trained(tiny_target):
     """An MTP head that has learned the target's answers, so that deep drafts are accepted."""
     config = EngineConfig(max_running_requests=4)
-    sampling = Sampling(TOKENS, 0.0, 3)
-    texts = forecast_surface(tiny_target, None, PROMPTS, (), sampling, config).references
+    texts = forecast_surface(Trial(tiny_target, None, PROMPTS, Sampling(TOKENS, 0.0, 3), config), ()).references
     batch = _batch([list(one.question.prompt_ids) for one in texts], [list(one.output_ids) for one in texts])
     settings = TrainSettings(head=HeadSettings(kind="mtp", init="copied"), unroll=UnrollSettings(ttt_steps=STEPS))
     plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
@@ -68,7 +68,7 @@ def test_every_shape_is_forecast_as_the_engine_accepts_it(head, temperature, bat
     target, draft = tiny_target, trained if head == "mtp" else tiny_draft
     config = EngineConfig(max_running_requests=batch)
     sampling = Sampling(max_tokens=TOKENS, temperature=temperature, seed=3)
-    surface = forecast_surface(target, draft, PROMPTS, SHAPES.values(), sampling, config)
+    surface = forecast_surface(Trial(target, draft, PROMPTS, sampling, config), SHAPES.values())
     assert len(surface.references) == 4
     shapes = surface.shapes()
     assert len(shapes) >= 20 or head == "mtp"
@@ -87,7 +87,8 @@ def test_the_answers_are_forced(trained, tiny_target):
     """Answers that the target would not write: what is drafted depends on the text before a token, and on nothing else.
 
     Rows of three lengths end one after the other, so rows move. Fails if a token that the target chose gets in."""
-    texts = forecast_surface(tiny_target, None, PROMPTS, (), Sampling(TOKENS, 0.0, 3), EngineConfig()).references
+    trial = Trial(tiny_target, None, PROMPTS, Sampling(TOKENS, 0.0, 3), EngineConfig())
+    texts = forecast_surface(trial, ()).references
     prompts = [list(one.question.prompt_ids) for one in texts]
     answers = [list(one.output_ids[:end]) for one, end in zip(texts, (12, 20, 7, 16), strict=True)]
     for answer in answers:
@@ -112,8 +113,9 @@ def test_the_answers_are_forced(trained, tiny_target):
 
 def test_rollouts_give_the_surface_of_their_answers(trained, tiny_target, tmp_path):
     """Rows with an earlier answer too: only the last one is replayed, after all that comes before it."""
-    config, largest = EngineConfig(max_running_requests=2), [SHAPES[2]]
-    surface = forecast_surface(tiny_target, trained, PROMPTS, largest, Sampling(TOKENS, 0.0, 3), config)
+    sampling, largest = Sampling(TOKENS, 0.0, 3), [SHAPES[2]]
+    trial = Trial(tiny_target, trained, PROMPTS, sampling, EngineConfig(max_running_requests=2))
+    surface = forecast_surface(trial, largest)
     with (tmp_path / "rollouts.jsonl").open("w") as file:
         for at, one in enumerate(surface.references):
             prompt, answer = one.question.prompt_ids, one.output_ids
@@ -126,7 +128,7 @@ def test_rollouts_give_the_surface_of_their_answers(trained, tiny_target, tmp_pa
             }
             file.write(json.dumps(row) + "\n")
     references, temperature = rollout_answers(tmp_path / "rollouts.jsonl", tiny_target)
-    replayed = replay_answers(tiny_target, trained, references, largest, config)
+    replayed = replay_answers(trial, references, largest)
     assert temperature == 0 and [one.output_ids for one in references] == [one.output_ids for one in surface.references]
     found, wanted = (
         [[answer.accepted(shape) for answer in one.answers[2]] for shape in one.shapes()] for one in (replayed, surface)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
+from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.search import (
@@ -25,7 +26,8 @@ from toolkit.bench.search import (
 )
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.step_times import (
-    DRAFT_ROUNDS,
+    DRAFT_TURNS,
+    TURN_ROUNDS,
     Parts,
     StepTimes,
     _Batch,
@@ -36,6 +38,7 @@ from toolkit.bench.step_times import (
 from toolkit.infer.drafters.candidate_recorder import NEVER
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -54,7 +57,8 @@ CHAIN, TREE = DraftShape.chain(2), DraftShape(2, 2, 4)
 def made_up(batch: int = 2) -> StepTimes:
     """A plain round takes 1 s, and a new prompt 0.5 s, or 0.6 s with a head."""
     drafts = {(1, 1): 0.1, (2, 1): 0.2, (1, 2): 0.1, (2, 2): 0.3}
-    verifies = {(True, 2): (1.1, 0.1), (True, 3): (1.2, 0.1), (False, 3): (1.4, 0.1), (False, 4): (0.9, 0.1)}
+    verifies = {"chain,2 after one step": (1.1, 0.1), "chain,3": (1.2, 0.1), "tree,3 after one step": (1.4, 0.1)}
+    verifies["tree,4"] = (0.9, 0.1)
     return StepTimes(batch, Parts(0.0, 0.95, 0.05), drafts, verifies, (0.5, 0.6))
 
 
@@ -74,9 +78,7 @@ def test_covering_shapes_have_every_part():
     chosen = covering_shapes(shapes)
     assert set(chosen) <= set(shapes) and len(chosen) < len(shapes)
     assert {(one.num_steps, one.top_k) for one in chosen} == {(one.num_steps, one.top_k) for one in shapes}
-    assert {(one.is_chain, one.num_draft_tokens) for one in chosen} == {
-        (one.is_chain, one.num_draft_tokens) for one in shapes
-    }
+    assert {verified(one) for one in chosen} == {verified(one) for one in shapes}
 
 
 def test_a_prediction_is_accept_length_by_round():
@@ -164,7 +166,7 @@ def test_the_best_two_are_told_apart_by_pairs():
 def test_finalists_run_until_the_best_two_are_told_apart(
     surface, tiny_target, tiny_draft, monkeypatch, known_after, passes
 ):
-    """Every setting runs as often as the others, at most three times, and its figures are those of all passes."""
+    """All run once, the best two again, at most three times in all; figures are those of all passes."""
     seen: list[int] = []
 
     def known(rounds, objective):
@@ -175,24 +177,25 @@ def test_finalists_run_until_the_best_two_are_told_apart(
     chosen = finalists(predict(surface, replace(made_up(1), drafts=AnyParts(), verifies=AnyParts())), "itl")[:1]
     shown: list[tuple[int, int]] = []
     times = replace(made_up(1), drafts={}, verifies={})
-    run = [tiny_target, tiny_draft, chosen, times, PROMPTS, Sampling(6, 0.0, 0), EngineConfig(max_running_requests=1)]
-    measured = confirm(*run, "itl", lambda *now: shown.append(now))
-    once = 3 * 4  # plain, adaptive and one finalist answer four turns
-    assert seen == [once * n for n in range(1, passes + 1)] and len(measured) == 3
-    assert [done for done, _ in shown] == list(range(1, passes * once + 1)) and {all for _, all in shown} == {3 * once}
+    trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(6, 0.0, 0), EngineConfig(max_running_requests=1))
+    measured = confirm(trial, chosen, times, "itl", lambda *now: shown.append(now))
+    turns = 4  # of the prompts, answered by plain decoding, adaptive drafting and one finalist
+    assert seen == [2 * turns * n for n in range(1, passes + 1)] and len(measured) == 3
+    answered, planned = turns * (3 + 2 * (passes - 1)), turns * (3 + 2 * 2)
+    assert [done for done, _ in shown] == list(range(1, answered + 1)) and {all for _, all in shown} == {planned}
 
 
 class AnyParts(dict):
     """The same seconds for every shape."""
 
     def __missing__(self, key):
-        return (1.0, 0.1) if isinstance(key[0], bool) else 0.1
+        return (1.0, 0.1) if isinstance(key, str) else 0.1
 
 
 @pytest.fixture(scope="module")
 def surface(tiny_target, tiny_draft):
     config = EngineConfig(max_running_requests=2)
-    return forecast_surface(tiny_target, tiny_draft, PROMPTS, LARGEST, Sampling(20, 0.0, 0), config)
+    return forecast_surface(Trial(tiny_target, tiny_draft, PROMPTS, Sampling(20, 0.0, 0), config), LARGEST)
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (4, 0.7)])
@@ -210,33 +213,31 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
     config = EngineConfig(max_running_requests=batch)
     texts = [one.question.prompt_ids for one in surface.references]
     seen: list[tuple[int, int]] = []
-    times = measure_step_times(
-        tiny_target, tiny_draft, surface.shapes(), texts, config, Sampling(20, temperature, 0),
-        lambda *now: seen.append(now),
-    )  # fmt: skip
+    trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(20, temperature, 0), config)
+    times = measure_step_times(trial, surface.shapes(), texts, lambda *now: seen.append(now))
     assert temperatures == {temperature}
     assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
-    assert [done for done, _ in seen] == list(range(1, len(seen) + 1)) and seen[-1][0] == seen[-1][1]
+    assert sorted(seen) == seen and seen[-1][0] == seen[-1][1]
     settings = predict(surface, times)
     assert [one.shape for one in settings] == [None, *surface.shapes()]
     assert all(one.predicted.tokens_per_s > 0 for one in settings)
     chosen = finalists(settings, "tokens-per-s")
-    sampling = Sampling(8, temperature, 0)
-    measured = confirm(tiny_target, tiny_draft, chosen, times, PROMPTS, sampling, config)
+    trial = replace(trial, sampling=Sampling(8, temperature, 0))
+    measured = confirm(trial, chosen, times)
     assert [one.name for one in measured] == ["plain", "adaptive", *(one.name for one in chosen)]
     assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
     assert temperatures == {temperature}
     assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
     if temperature == 0:  # float32 and the same prompts: what is counted is what was forecast of these answers
-        shortened = forecast_surface(tiny_target, tiny_draft, full_groups(PROMPTS, batch), LARGEST, sampling, config)
+        shortened = forecast_surface(replace(trial, prompts=full_groups(PROMPTS, batch)), LARGEST)
         assert [one.accept_length for one in measured[2:]] == pytest.approx(
             [shortened.forecast(one.shape).accept_length for one in chosen]
         )
 
 
 def test_drafts_are_timed_in_turns(tiny_target, tiny_draft, monkeypatch):
-    """Each turn runs plain decoding and every draft once, and starts with the next one: a machine that becomes slower
-    slows all alike. They verify alike, so only drafting and the host's part tell them apart."""
+    """Plain decoding and every draft take turns of some rounds, each time from the next one on: a machine that becomes
+    slower slows all alike. They verify alike, so only drafting and the host's part tell them apart."""
     ran, timed = [], _Batch.round
 
     def noted(self, shape=None):
@@ -246,26 +247,25 @@ def test_drafts_are_timed_in_turns(tiny_target, tiny_draft, monkeypatch):
         return Parts(0.0 if shape is None else seconds, seconds, 0.0)
 
     monkeypatch.setattr(_Batch, "round", noted)
-    plain, rounds = measure_draft_times(
-        tiny_target, [tiny_draft, tiny_draft], CHAIN, [(5, 6, 7)], EngineConfig(max_running_requests=1),
-        Sampling(20, 0.0, 0),
-    )  # fmt: skip
-    turns = [ran[at : at + 3] for at in range(0, len(ran), 3)]
-    assert len(turns) == DRAFT_ROUNDS + 1 and turns[0] == turns[3] and len(set(turns[0])) == 3
-    assert turns[1] == [*turns[0][1:], turns[0][0]]
-    middle = len(ran) / 2 + 2  # the first turn is not timed
-    assert plain.draft_s == 0.0 and abs(plain.verify_s - middle) <= 1
-    assert all(abs(one.draft_s - middle) <= 1 for one in rounds), "neither is the later one"
+    trial = Trial(tiny_target, tiny_draft, (), Sampling(20, 0.0, 0), EngineConfig(max_running_requests=1))
+    plain, rounds = measure_draft_times(trial, [tiny_draft, tiny_draft], CHAIN, [(5, 6, 7)])
+    blocks = [ran[at : at + 1 + TURN_ROUNDS] for at in range(3, len(ran), 1 + TURN_ROUNDS)]
+    assert len(blocks) == 3 * DRAFT_TURNS and all(len(set(block)) == 1 for block in blocks), "a turn is one mode's"
+    turns = [ran[:3], *([block[0] for block in blocks[at : at + 3]] for at in range(0, len(blocks), 3))]
+    assert turns[0] == turns[3] and len(set(turns[0])) == 3 and turns[1] == [*turns[0][1:], turns[0][0]]
+    middle = len(ran) / 2 + 2  # the first rounds are not timed
+    near = 1 + TURN_ROUNDS
+    assert plain.draft_s == 0.0 and abs(plain.verify_s - middle) <= near
+    assert all(abs(one.draft_s - middle) <= near for one in rounds), "neither is the later one"
     assert rounds[0].verify_s == rounds[1].verify_s
 
 
 def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
     """A prompt that leaves room for one token would end before its batch is full, again and again."""
     prompts = [list(range(5, 105)) * 5] * 2
-    times = measure_step_times(
-        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), Sampling(99, 0.0, 0)
-    )
-    assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {(True, 3), (False, 4)}
+    trial = Trial(tiny_target, tiny_draft, (), Sampling(99, 0.0, 0), EngineConfig(max_running_requests=3))
+    times = measure_step_times(trial, [CHAIN, TREE], prompts)
+    assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {"chain,3", "tree,4"}
 
 
 def test_top_k_beyond_the_draft_vocabulary(tiny_target, tiny_draft, caplog, monkeypatch):
@@ -289,4 +289,4 @@ def test_limits_of_the_largest_shape():
 def test_answers_without_a_verify_step(tiny_target, tiny_draft):
     """Of answers of one token nothing follows; a table of dashes, or a crash in the search, would not say why."""
     with pytest.raises(BenchError, match="no answer has a complete verify step .the longest has 1 tokens.; raise"):
-        forecast_surface(tiny_target, tiny_draft, PROMPTS, LARGEST, Sampling(1, 0.0, 0), EngineConfig())
+        forecast_surface(Trial(tiny_target, tiny_draft, PROMPTS, Sampling(1, 0.0, 0), EngineConfig()), LARGEST)

@@ -118,6 +118,16 @@ def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, say
     assert measured_summary(record)["recommended"] == recommended
 
 
+def test_the_head_alone_stands_beside_adaptive_drafting_with_lookup(record):
+    """Two rows of adaptive drafting: what serve does comes first, and the other one has its own name and option."""
+    with_adaptive(record, 1.24, 1.01, 0.57)
+    record["rows"] += [row | {"lookup": False, "speedup": 1.31} for row in record["rows"] if row["shape"] == "adaptive"]
+    text = " ".join(printed(record).split())
+    assert text.index("adaptive 2.21") < text.index("adaptive, no lookup (best)") and "By task, adaptive " in text
+    assert text.endswith("1.24x. Adaptive drafting by the head alone (--no-lookup) is faster here: 1.31x.")
+    assert measured_summary(record)["recommended"] == "adaptive"
+
+
 def test_speeds_that_were_not_measured_give_no_outcome(record):
     for row in record["rows"]:
         row.update(speedup=None)

@@ -213,6 +213,19 @@ def test_bytes_of_a_plain_step(script, tiny_target) -> None:
     assert rows.cache_bytes(subject) == 4 * 2 * config.num_hidden_layers * 2 * 16
 
 
+def test_what_others_published_is_a_matter_of_accept_length(script) -> None:
+    """Theirs is a trained head's: a forced accept_length gives the ratio beside theirs only where it is as long."""
+    rows = script("roofline_rows")
+    row = {"batch": 1, "target": "llama-3.1-8b-shaped, random weights", "engine": "ours-chain-graph", "shape": "chain"}
+    row |= {"tokens_per_s": 300.0, "accept_length": 2.5, "speedup": 2.0, "speedup_per_accept_length": 0.8}
+    others = [row | {"batch": 8}, row | {"target": "tiny-llama"}, row | {"engine": "hf-generate-static"}]
+    (found,) = rows.beside_published([row, *others])
+    assert found["needed"]["EAGLE-3"] == pytest.approx(373.25 / 158.34 / 0.8) and found["tokens_per_s"] == 300.0
+    (plain,) = rows.beside_published([row | {"accept_length": None, "speedup_per_accept_length": None}])
+    assert plain["needed"] == {"EAGLE-2": None, "EAGLE-3": None}
+    assert rows.published_table([found, plain]).row_count == 2
+
+
 def test_what_a_target_asks(script) -> None:
     """The three targets point in different directions."""
     rows = script("roofline_rows")

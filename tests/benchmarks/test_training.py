@@ -27,7 +27,6 @@ from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.features import OnlineFeatures
-from toolkit.train.trained_head import TrainedHead
 from toolkit.train.training_data import read_data
 
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
@@ -163,9 +162,9 @@ def alone():
     os.environ.update(before)
 
 
-def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
-    """A variant that trained on other tokens, a budget that is not kept, or a row without its interval would make a
-    false record. One process does it all here: peaks are then not each variant's own, and are not looked at."""
+def test_steps_of_every_variant(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
+    """A variant that stepped on other ids, or the target's forward in a step of stored features, would make a false
+    record. One process does it all here: peaks are then not each variant's own, and are not looked at."""
     training, out, forwards = script("training"), tmp_path / "record.json", []
     of_target = OnlineFeatures.__call__
 
@@ -180,33 +179,24 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
 
     monkeypatch.setattr(OnlineFeatures, "__call__", counted)
     monkeypatch.setattr(training, "in_own_process", here)
-    sizes = ["--tokens", "150", "--step-tokens", "40", "--steps", "1", "--max-tokens", "8", "--seeds", "3"]
     recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.optimizer.learning_rate=0.01"]
+    sizes = ["--step-tokens", "40", "--steps", "1", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["training.py", *recipe, *sizes, "--out", str(out)])
     assert training.main() == 0
     record = read_record(out, "training")
     rows = record["rows"]
-    assert all(set(row) >= DESIGNED for row in rows)
-    stored = rows.pop(2)
+    assert all(set(row) >= DESIGNED for row in rows) and len(rows) == 5
+    stored = rows[2]
     assert (stored["layout"], stored["variant"]) == ("rollouts", "ours, stored features")
     assert stored["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4), "the same step"
     assert forwards.pop(2) == 0 and all(forwards[:4]), "without the target's forward, which is in all other steps"
-    assert [(row["layout"], row["variant"]) for row in rows] == [
-        (layout, variant) for layout in ("rollouts", "one row", None) for variant in ("published", "ours")
+    assert [(row["layout"], row["variant"]) for row in rows[:2] + rows[3:5]] == [
+        (layout, variant) for layout in ("rollouts", "one row") for variant in ("published", "ours")
     ]
-    assert [row["tokens"] for row in rows[2:4]] == [40, 40]
-    published, ours = rows[4:]
-    assert published["tokens"] == ours["tokens"] >= 150 and published["steps"] == ours["steps"] > 1
-    assert published["tokens"] - 150 < 2 * 17, "the budget ends with the batch that fills it"
-    for row in (published, ours):
-        low, high = row["interval"]
-        assert 1 <= low <= row["accept_length"] <= high <= 5 and row["seed"] == 3 and row["verify_steps"] > 0
-        assert 1 <= row["forecast"] <= 5 and row["num_steps"] == 4
+    assert [row["tokens"] for row in rows[3:5]] == [40, 40]
     settings = record["settings"]["train"]
-    assert (settings["published"]["learning_rate"], settings["ours"]["learning_rate"]) == (1e-4, 0.01)
-    assert settings["published"]["ttt_curriculum"] == [] and settings["published"]["lm_head"] is None, "none of ours"
-    shown = capsys.readouterr().out
-    assert "accept_length" in shown and "one row" in shown
+    assert settings["published"]["optimizer"] == "adamw" and settings["published"]["lm_head"] is None, "none of ours"
+    assert "one row" in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -242,8 +232,8 @@ def test_a_row_longer_than_the_target_reads_is_refused(script, tiny_target, run_
         load_recipe(run_folder / "recipe.yaml").train, run_folder / "rollouts/rollouts.jsonl", tiny_target, 0
     )
     with pytest.raises(ValueError, match="600 ids came, but the target reads at most 512"):
-        script("training_jobs").joined(data, 600, 2, tiny_target.max_context)
-    texts = script("training_jobs").joined(data, 50, 2, tiny_target.max_context).train
+        script("training").joined(data, 600, 2, tiny_target.max_context)
+    texts = script("training").joined(data, 50, 2, tiny_target.max_context).train
     assert [len(text.input_ids) for text in texts] == [50, 50]
 
 
@@ -252,7 +242,7 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
     script, tiny_target_directory, monkeypatch, tmp_path, capsys, alone
 ) -> None:
     """The same prompts, held-out rows and token map; the file's answers word for word, and none taken for greedy."""
-    measured, training = script("on_policy"), script("training")
+    measured, training_jobs = script("on_policy"), script("training_jobs")
     conversations, seen = tmp_path / "talks.jsonl", {}
     with conversations.open("w") as handle:
         for index in range(14):
@@ -265,9 +255,8 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
         rows = [json.loads(line) for line in (job.run / "rollouts/rollouts.jsonl").read_text().splitlines()]
         seen[job.variant] = {row["id"]: row for row in rows}, (job.run / training_jobs.TOKEN_MAP).read_bytes()
         assert list((job.run / "features").glob("shard-*")), "stored before, for all trainings on that text"
-        return training.work(job)
+        return training_jobs.work(job)
 
-    training_jobs = script("training_jobs")
     monkeypatch.setattr(measured, "in_own_process", here)
     recipe = tmp_path / "recipe.yaml"
     data = {"global_batch": 2, "micro_batch": 2}
@@ -298,39 +287,43 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
     assert "off-policy" in capsys.readouterr().out
 
 
+TRIED = ("learning_rate", "warmup_ratio")
+
+
+def same_group(one: dict, other: dict) -> bool:
+    return all(one[name] == other[name] for name in ("source", "asked_tokens", "variant"))
+
+
 def test_cut_off_and_continued(script, tiny_target, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
     """A cell trained twice, one lost at an interruption, a row under another cell's name, a source whose files change,
-    or a diverged training that looks like a good one would each make a false table."""
+    a test of a try that validation did not choose, a head that is not the one that was trained, a start that reads more
+    than the training, or a diverged training that looks like a good one would each make a false table."""
     few, cells = script("few_tokens"), script("training_cells")
-    trained, cut_off = Counter(), SimpleNamespace(after=3)
+    done, cut_off = Counter(), SimpleNamespace(after=3)
 
     def here(wanted, at_once):
         assert at_once == 2
         for cell in wanted:
-            if sum(trained.values()) == cut_off.after:
+            if sum(done.values()) == cut_off.after:
                 raise KeyboardInterrupt
             AcceleratorState._reset_state(reset_partial_state=True)
-            trained[cell.key[:4]] += 1
+            heads = cell.job.head.parent
+            kept, before = cell.job.head.is_file(), sorted(heads.glob("*"))
+            assert kept == (cell.job.split == "test"), "trained once, then tested"
+            done[cell.key[:-1]] += 1
             yield cell, cells.trained(cell)
+            assert not kept or sorted(heads.glob("*")) == before
 
     monkeypatch.setattr(few, "in_processes", here)
     monkeypatch.setattr(few, "in_process_of_its_own", lambda call, *arguments: call(*arguments))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "record.json"
     before = sorted((file, file.stat().st_mtime_ns) for file in run_folder.rglob("*"))
-    sources = [str(run_folder), f"file:{run_folder / 'rollouts/rollouts.jsonl'}"]
-    sizes = ["--tokens", "260", "60", "--seeds", "1", "0", "--max-tokens", "8", "--jobs", "2"]
-    chosen = [
-        "--only",
-        "ours",
-        "too hot",
-        "--variant",
-        "too hot train.optimizer.learning_rate=1e30 train.head.init=copied",
-        "--engine",
-        "ours",
-    ]
+    sources = [f"file:{run_folder / 'rollouts/rollouts.jsonl'}"]
+    sizes = ["--tokens", "260", "60", "--seeds", "1", "--max-tokens", "8", "--jobs", "2"]
+    tries = ["--rates", "1e-3", "1e30", "--muon-rates", "0.01", "0.02", "--warmups", "0.1"]
     kept = len(range(0, tiny_target.vocab_size, 2))
-    recipe = ["--recipe", str(run_folder / "recipe.yaml"), f"token_map.size={kept}"]
-    command = ["few_tokens.py", *sources, *recipe, *sizes, *chosen, "--rows", str(rows), "--out", str(out)]
+    recipe = ["--recipe", str(run_folder / "recipe.yaml"), f"token_map.size={kept}", "train.optimizer.name=adamw"]
+    command = ["few_tokens.py", *sources, *recipe, *sizes, *tries, "--rows", str(rows), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(KeyboardInterrupt):
         few.main()
@@ -343,88 +336,134 @@ def test_cut_off_and_continued(script, tiny_target, run_folder, monkeypatch, tmp
         smaller = few.load_recipe(recipe[1], ["token_map.size=100"])
         cells.prepare(tmp_path / "rows-sources" / "file", run_folder / "rollouts/rollouts.jsonl", smaller)
     monkeypatch.setattr(sys, "argv", [*command, "--minutes", "0"])
-    assert few.main() == 0 and sum(trained.values()) == 3, "out of minutes at once"
+    assert few.main() == 0 and sum(done.values()) == 3, "out of minutes at once"
     monkeypatch.setattr(sys, "argv", command)
     cut_off.after = None
     assert few.main() == 0
-    names = (run_folder.name, "file")
-    variants = ("ours", "too hot")
-    order = [(s, v, t, seed) for t in (60, 260) for seed in (1, 0) for s in names for v in variants]
-    assert trained == Counter(order), "each once"
+    assert set(done.values()) == {1}, "each once"
+    amounts = [key[2] for key in done]
+    assert amounts == sorted(amounts), "few tokens first"
     monkeypatch.setattr(sys, "argv", [*command, "--show"])
-    assert few.main() == 0 and sum(trained.values()) == len(order)
+    count = sum(done.values())
+    assert few.main() == 0 and sum(done.values()) == count
     assert before == sorted((file, file.stat().st_mtime_ns) for file in run_folder.rglob("*")), "sources are read only"
     record = read_record(out, "training")
-    found = {(row["source"], row["variant"], row["asked_tokens"], row["seed"]): row for row in record["rows"]}
-    assert list(found) == order and len(list(read_rows(rows))) == len(order)
+    elsewhere = ["--rows", str(tmp_path / "other.jsonl"), "--features", str(tmp_path / "rows-sources")]
+    again = [*elsewhere, "--continues", str(out), "--out", str(tmp_path / "again.json")]
+    monkeypatch.setattr(sys, "argv", [*command[: command.index("--rows")], *again])
+    assert few.main() == 0 and sum(done.values()) == count, "the record's rows are done"
+    assert read_record(tmp_path / "again.json")["rows"] == record["rows"]
+    tests = [row for row in record["rows"] if row["split"] == "test" and row["seed"] is not None]
+    validation = [row for row in record["rows"] if row["split"] == "validation"]
+    assert len(tests) + len(validation) == count == 2 * 2 * (2 + 1), "two rates and a test each"
+    assert all(row["diverged"] for row in validation if (row["variant"], row["learning_rate"]) == ("ours", 1e30))
     in_an_epoch = sum(11 + index - 6 for index in range(3, 12))  # supervised, of the nine that train
-    for (_, variant, tokens, _), row in found.items():
-        if variant == "too hot":
-            assert "loss" in row["diverged"] and "forecast" not in row
-            continue
-        low, high = row["forecast_interval"]
-        assert 1 <= low <= row["forecast"] <= high <= 5 and row["diverged"] is None
-        assert row["commit"] == record["commit"] and row["start_tokens"] == in_an_epoch + 9, "the start read them all"
-        assert tokens <= row["tokens"] < tokens + 2 * 17
-        assert row["unique_tokens"] == (in_an_epoch if tokens == 260 else row["tokens"]), "260 are two epochs"
-        assert row["verify_steps"] > 0 and 1 <= row["accept_length"] <= 5
-    assert found["file", "ours", 60, 0]["forecast_verify_steps"] > 0
-    (cell,) = (one for one in record["cells"] if (one["source"], one["tokens"], one["variant"]) == ("file", 60, "ours"))
-    pair = [found["file", "ours", 60, seed]["forecast"] for seed in (0, 1)]
-    assert cell["forecast"]["mean"] == pytest.approx(sum(pair) / 2) and cell["forecast"]["seeds"] == 2
-    assert cell["forecast"]["spread"] == pytest.approx(abs(pair[0] - pair[1]) / 2**0.5)
+    for row in tests:
+        tried = [one for one in validation if same_group(one, row) and one["diverged"] is None]
+        won = max(tried, key=lambda one: one["forecast"])
+        assert [row[name] for name in TRIED] == [won[name] for name in TRIED] and row["diverged"] is None
+        low, high = row["forecast_interval"] or (1, 5)
+        assert 1 <= low <= row["forecast"] <= high <= 5
+        assert row["asked_tokens"] <= row["tokens"] < row["asked_tokens"] + 2 * 17
+        assert row["unique_tokens"] == (in_an_epoch if row["asked_tokens"] == 260 else row["tokens"])
+        of_answers = row["unique_tokens"] + 9  # each answer has one more than are supervised
+        assert row["start_tokens"] == 0 if row["variant"] == "published" else 60 <= row["start_tokens"] <= of_answers
+        assert row["seconds"] == pytest.approx(row["start_seconds"] + row["steps"] * row["seconds_per_step"])
+        assert row["verify_steps"] > 0 and 1 <= row["accept_length"] <= 5 and len(row["by_prompt"]) == 1
+    over = [row for row in record["rows"] if row["seed"] is None]
+    assert len(over) == 2 * 2 and {row["tries"] for row in over} == {2}
+    for row in over:
+        (mine,) = (one for one in tests if same_group(one, row))
+        assert row["seeds"] == [1] and row["accept_length"] == pytest.approx(mine["accept_length"])
+        assert row["forecast"] == pytest.approx(mine["forecast"])
+        assert (row["forecast_ratio"] is None) == (row["variant"] == "published")
     shown = capsys.readouterr().out
-    assert "2 diverged" in shown and "260 tokens" in shown
+    assert "260 tokens" in shown and "over published" in shown
+
+
+def test_what_is_trained_and_tested_follows_the_validation_half(script, run_folder, monkeypatch) -> None:
+    """Rates first, the best one's warm-ups, its other seeds, its tests: with rows whose test half would prefer another
+    try, and a rate that diverged. Another try asked for later is one more, and its tests are others."""
+    few = script("few_tokens")
+    forecasts = {(1e-3, 0.1): 1.3, (1e-2, 0.1): 1.5, (1e-2, 0.5): 1.4}
+
+    def plan_of(*more: str):
+        command = ["few_tokens.py", str(run_folder), "--recipe", str(run_folder / "recipe.yaml"), "--seeds", "3", "4"]
+        tries = ["--rates", "1e-3", "1e-2", "1", "--muon-rates", "1", "2", "3", "--warmups", "0.1", "0.5"]
+        monkeypatch.setattr(sys, "argv", [*command, *tries, "--only", "published", *more])
+        return few.Plan(few.arguments(), {"source": run_folder})
+
+    def row_of(cell) -> dict:
+        source, variant, tokens, seed, rate, warmup, split, digest = cell.key
+        row = {"source": source, "variant": variant, "asked_tokens": tokens, "seed": seed, "learning_rate": rate}
+        row |= {"warmup_ratio": warmup, "split": split, "digest": digest}
+        found = forecasts.get((rate, warmup))
+        return row | {"forecast": found, "diverged": None if found else "the loss is inf"}
+
+    def run(plan, rows: list[dict]) -> list[list[tuple]]:
+        batches = []
+        while cells := plan.missing(60, plan.known(rows)):
+            batches.append([(*cell.key[3:7],) for cell in cells])
+            rows += [row_of(cell) for cell in cells]
+            assert all(cell.known["forecast"] == 1.5 for cell in cells if cell.job.split == "test")
+        return batches
+
+    rows = [{"source": "source", "variant": "published", "asked_tokens": 60, "forecast": 9.0}]  # of an older program
+    assert run(plan_of(), rows) == [
+        [(3, 1e-3, 0.1, "validation"), (3, 1e-2, 0.1, "validation"), (3, 1.0, 0.1, "validation")],
+        [(3, 1e-2, 0.5, "validation")],
+        [(4, 1e-2, 0.1, "validation")],
+        [(3, 1e-2, 0.1, "test"), (4, 1e-2, 0.1, "test")],
+    ]
+    assert run(plan_of(), rows) == []
+    forecasts |= {(2e-2, 0.1): 1.5, (2e-2, 0.5): 1.6}
+    wider = plan_of("--rates", "1e-2", "2e-2", "--muon-rates", "1", "2")
+    assert run(wider, rows) == [[(3, 2e-2, 0.1, "validation")]], "no better: nothing is tested again"
 
 
 def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
     """A row of other settings, of a default as it was before, or of another trainer must not stand for today's; what
-    ends a training or measures within it must not train every cell anew."""
-    cells, jobs = script("training_cells"), script("training_jobs")
+    ends a training or measures within it must not train every cell anew, nor what is tried."""
+    few, folders = script("few_tokens"), {"source": run_folder}
 
     def digests(*overrides: str) -> dict[str, str]:
-        recipe = load_recipe(run_folder / "recipe.yaml", overrides)
-        made = [jobs.Job(name, recipe, run_folder, 60, None, 0, 0, 8, 1) for name in jobs.TRAINERS]
-        return {job.variant: cells.cell_of("source", job).digest for job in made}
+        monkeypatch.setattr(
+            sys, "argv", ["few_tokens.py", str(run_folder), "--recipe", str(run_folder / "recipe.yaml"), *overrides]
+        )
+        plan = few.Plan(few.arguments(), folders)
+        return {name: plan.cell("source", 60, name, 0, 1e-3, 0.1, "test").digest for name in few.VARIANTS}
 
     before = digests()
-    assert before == digests(
-        "train.epochs=9", "train.max_steps=7", "train.evaluation.eval_every=3", "train.evaluation.real_every=null"
-    )
-    assert not set(before.values()) & set(
-        digests("train.optimizer.warmup_ratio=0.5", "train.data.max_length=99").values()
-    )
-    assert not set(before.values()) & set(digests("target.dtype=bfloat16").values())
+    idle = ("train.epochs=9", "train.max_steps=7", "train.evaluation.eval_every=3", "train.evaluation.real_every=null")
+    assert before == digests(*idle, "train.optimizer.warmup_ratio=0.5", "--rates", "1", "--muon-rates", "2")
 
     def changed(now: dict[str, str]) -> list[str]:
         return [name for name, digest in now.items() if digest != before[name]]
 
-    faded = changed(digests("train.unroll.step_decay=0.7"))
-    assert faded == ["ours", "fading features"], "the published one states its own"
-    monkeypatch.setattr(script("training_features"), "WEIGHT", 1.0)
+    assert changed(digests("train.data.max_length=99")) == changed(digests("target.dtype=bfloat16")) == [*before]
+    assert changed(digests("train.unroll.step_decay=0.7")) == ["ours"], "the published one states its own"
     monkeypatch.setitem(script("training_published").PUBLISHED["optimizer"], "max_grad_norm", 1.0)
-    assert changed(digests()) == ["published", "fading features"]
+    assert changed(digests()) == ["published"]
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["--variant", "small target.dtype=float32"], "target.dtype=float32 is no setting of the training"),
-        (["--engine", "our"], "no variant is called our; there are published, ours"),
-        (["--only", "our"], "no variant is called our"),
+        (["--only", "our"], "no variant is called our; there are published, ours"),
         (["--jobs", "0"], "--jobs 0: at least 1"),
+        (["--rates", "1", "2"], "2 --rates, 4 --muon-rates"),
+        (["--variant", "hot train.optimizer.warmup_ratio=0.3"], "warmup_ratio=0.3 is chosen by validation"),
+        (["--variant", "hot train.optimizer.muon_learning_rate=1"], "muon_learning_rate=1 is chosen by validation"),
     ],
 )
 def test_what_would_be_ignored_is_refused(script, run_folder, monkeypatch, capsys, more, said) -> None:
-    monkeypatch.setattr(sys, "argv", ["few_tokens.py", str(run_folder), *more])
+    few = script("few_tokens")
+    recipe = ["--recipe", str(run_folder / "recipe.yaml")]
+    monkeypatch.setattr(sys, "argv", ["few_tokens.py", str(run_folder), *recipe, *more])
     with pytest.raises(SystemExit) as refused:
-        script("few_tokens").arguments()
+        few.Plan(few.arguments(), {})
     assert said in f"{refused.value} {capsys.readouterr().err}"
-
-
-def test_rows_of_several_machines_are_told(script, capsys) -> None:
-    script("few_tokens").warn_of_mixed([{"commit": "a", "machine": "x"}, {"commit": "a"}])
-    assert capsys.readouterr().err == "warning: rows of several machines stand side by side: unknown, x\n"
 
 
 @pytest.mark.process
@@ -436,7 +475,7 @@ def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, al
     overrides = ["train.data.features=online", "rollouts.keep_features=false"]
     recipe = load_recipe(run_folder / "recipe.yaml", overrides)
     good, gone = (
-        cells.Cell(folder.name, jobs.Job("ours", recipe, folder, 60, None, 0, 0, 8, 1), folder.name)
+        cells.Cell(folder.name, jobs.Job("ours", recipe, folder, 60, None, 0, 8, 1), folder.name)
         for folder in (run_folder, tmp_path / "absent")
     )
     rows = {cell.source: row for cell, row in cells.in_processes([good, gone], 2)}
@@ -444,39 +483,3 @@ def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, al
     ((source, row),) = rows.items()
     assert source == row["source"] == row["digest"] == run_folder.name
     assert row["asked_tokens"] == 60 <= row["tokens"] and row["diverged"] is None and row["machine"]
-
-
-def test_the_built_in_variants_are_settings_of_the_demo_recipe(script) -> None:
-    """One that a recipe refuses, or that changes nothing, would be found hours into the table."""
-    few = script("few_tokens")
-    settings = {name: load_recipe(few.DEMO_RECIPE, changes).train for name, changes in few.VARIANTS.items()}
-    assert len({repr(one) for one in settings.values()}) == len(settings) - 2, "two are other trainers"
-    assert set(few.ENGINE) <= set(settings)
-
-
-def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone) -> None:
-    """Its gradient has to be there at the start; at a weight of 0 the head is that of `ours` to the bit."""
-    features = script("training_features")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    recipe = load_recipe(run_folder / "recipe.yaml", ["train.data.features=online", "rollouts.keep_features=false"])
-    files = [run_folder / "rollouts/rollouts.jsonl", run_folder / "token_map/token_map.safetensors"]
-    trainer = features.FadingFeaturesTrainer(recipe, *files, tmp_path / "train")
-    trainer.steps = 4
-    batch = trainer.side.inputs(trainer._collate([0, 1]), 3)
-    rows = trainer.side.teacher(batch.teacher_hidden, batch.written, batch.greedy)
-    choice, ones = trainer.side.token_map.to_draft(rows.choice), torch.ones(3)
-    module, found = trainer.model.module, []
-    for weight in (1.0, 0.0):
-        module.weight = weight
-        loss, by_step, _ = module(batch.aux, batch.embeds, batch.supervision, rows, choice, ones)
-        found.append((loss.item(), by_step, torch.autograd.grad(loss, module.head.fc.weight)[0]))
-    plain = TrainedHead(module.head, recipe.train.unroll.step_decay)(
-        batch.aux, batch.embeds, batch.supervision, rows, choice, ones
-    )
-    assert found[1][0] == plain[0].item() < found[0][0] and torch.equal(found[0][1], plain[1])
-    assert not torch.allclose(found[0][2], found[1][2])
-    weights = []
-    for step in range(4):
-        trainer.optimise(step, [0, 1])
-        weights.append(module.weight)
-    assert weights == [10.0, 5.0, 0.0, 0.0]

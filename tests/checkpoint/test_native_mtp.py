@@ -18,6 +18,7 @@ from tests.checkpoint.native_targets import (
     module_config,
     write_native_target,
 )
+from toolkit.bench.check import open_checked
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.native_mtp import find_native, load_native
@@ -270,13 +271,15 @@ def test_a_module_of_a_quantised_target(native_target):
 
 
 def test_a_token_map_on_the_output_rows(native_target, tmp_path):
-    """Only its ids are drafted, and the answers stay."""
+    """Only its ids are drafted, and the answers stay. `toolkit check` looks at the head with this map."""
     directory, params = str(native_target("mimo", agreeing=True)), SamplingParams(max_tokens=12, ignore_eos=True)
     save_freq_list(tmp_path / "freq.pt", TokenMap.from_ids(range(0, 392, 2), 393))
     prompts = [[(7 * place + n) % 380 + 5 for place in range(4 + n)] for n in range(4)]
     wanted = [one.output_ids for one in load_engine(EngineConfig(target=directory)).engine.generate(prompts, params)]
     loaded = load_engine(EngineConfig(target=directory, token_map=tmp_path / "freq.pt", shape="3,1,4"))
     assert loaded.draft.token_map.size < 393
+    checked = open_checked(EngineConfig(target=directory, draft="native", token_map=tmp_path / "freq.pt"), 2, 4)
+    assert checked.draft.token_map.sha256 == loaded.draft.token_map.sha256
     assert [one.output_ids for one in loaded.engine.generate(prompts, params)] == wanted
 
 

@@ -60,7 +60,7 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
 def test_a_switch_that_would_change_nothing(capsys):
     """It is a mistake to tell, not to ignore."""
     assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
-    assert "--disable-overlap-schedule is set, but --cuda-graph-max-bs is not" in capsys.readouterr().err
+    assert "--disable-overlap-schedule is set, but only CUDA graphs overlap" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,10 @@ def process(tiny_draft_directory):
         str(tiny_draft_directory),
         "--port",
         "0",
-        "--shape",
-        "4,1,5",
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-num-steps",
+        "4",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
@@ -136,12 +138,14 @@ def test_served_draft_writes_what_the_plain_target_writes(process):
     client = openai.OpenAI(base_url=text.split()[2], api_key="none", max_retries=0, timeout=60)
     name = client.models.list().data[0].id
     fields = {"model": name, "messages": [{"role": "user", "content": "apples"}], "temperature": 0, "max_tokens": 24}
-    drafted = client.chat.completions.create(**fields)
+    drafted = client.chat.completions.create(**fields, extra_body={"return_acceptance": True})
     plain = client.chat.completions.create(**fields, extra_body={"speculative": False})
     streamed = client.chat.completions.create(**fields, stream=True)
     assert drafted.choices[0].message.content == plain.choices[0].message.content
     assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in streamed)
-    assert drafted.usage.speculative["verify_steps"] > 0
+    told = drafted.choices[0].acceptance
+    assert told["verify_steps"] == sum(told["histogram"]) == drafted.usage.speculative["verify_steps"] > 0
+    assert min(told["seconds"][part] for part in ("queue", "prefill", "draft", "verify")) > 0
     assert not hasattr(plain.usage, "speculative")
     sampled = [client.chat.completions.create(**{**fields, "temperature": 1, "seed": s}) for s in (1, 1, 2)]
     texts = [answer.choices[0].message.content for answer in sampled]

@@ -150,7 +150,7 @@ def test_datasets_from_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, seed: int | None
 ) -> None:
     """`hub:` and directories are read through `datasets`; a local path replaces the hub, also for streaming."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"prompt": f"question {i}"} for i in range(5)]
@@ -175,7 +175,7 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     kept: list[str],
 ) -> None:
     """Some rows of hub datasets have empty conversations or other roles, and users cannot remove them."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -227,7 +227,7 @@ def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a stream of millions of plain texts, the first hundred rows must be enough for the error."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     read = []
 
@@ -247,7 +247,7 @@ def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.Mo
 
 def test_a_stream_that_breaks_off_names_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network may fail in the middle of a hub dataset, long after it was opened."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     def rows() -> Any:
         yield {"prompt": "one"}

@@ -53,6 +53,8 @@ def check_command(words: Sequence[str]) -> None:
             check_launch(list(words[2:]))
         elif words[0] == "python" and words[1].startswith(("benchmarks/", "examples/")):
             check_script(words[1], list(words[2:]))
+        elif words[:2] == ["bash", "benchmarks/first_gpu.sh"]:
+            assert words[2:] in (["prepare"], ["prepare", "demo"]) or set(words[2:]) <= set("01234567")
         elif words[:2] == ["python", "docs/generate"]:
             assert set(words[2:]) <= {"--check"}
         elif words[0] == "sbatch":

@@ -67,6 +67,10 @@ def _figures(page: str, name: str) -> list[str]:
 
 def changed(value, factor):
     """All numbers that are no counts, flags or versions, multiplied; the order and sign of intervals stay."""
+    if isinstance(value, dict) and value.get("failed"):  # what `toolkit check` says of a head, in words with figures
+        said = {check: re.sub(r"\d+\.\d+", lambda one: f"{float(one[0]) * factor:.4f}", text)
+                for check, text in value["failed"].items()}  # fmt: skip
+        return changed({**value, "failed": None}, factor) | {"failed": said}
     if isinstance(value, dict):
         return {key: entry if key == "temperature" else changed(entry, factor) for key, entry in value.items()}
     if isinstance(value, list):
@@ -120,7 +124,9 @@ def test_intervals_and_rows_of_few_groups_are_left_out(generator, results) -> No
 def test_adaptive_rows_say_how_often_they_draft(generator) -> None:
     """An accept_length of drafted steps alone looks like that of all."""
     row = {"shape": "adaptive", "num_steps": 4, "top_k": 4, "num_draft_tokens": 16, "drafted_share": 0.25}
-    assert generator("record_tables").shape(row) == "adaptive, at most `4,4,16`, drafts in 25 % of the steps"
+    named = generator("record_tables").shape
+    assert named(row) == "adaptive, at most `4,4,16`, drafts in 25 % of the steps"
+    assert named(row | {"lookup": False}).startswith("adaptive, no lookup, at most `4,4,16`, drafts in 25 %")
 
 
 def test_what_loses_to_plain_decoding_is_marked(generator) -> None:
@@ -144,3 +150,34 @@ def test_a_rival_that_drafts_is_compared_with_its_own_plain_row(generator) -> No
     lines = generator("record_tables").engine({"rows": [*rows, {**rows[-1], "batch": 2}]}).splitlines()[2:]
     expected = ["-", "-", "-", "0.96x, slower", "1.25x", "1.00x", "-"]
     assert [line.split(" | ")[6] for line in lines] == expected
+
+
+def test_servers_are_shown(generator, results) -> None:
+    """A record of benchmarks/serve.py: times in milliseconds, what a soak left, and what has no row with its reason."""
+    timed = {"ttft_p50": 0.0312, "ttft_p99": 0.4561, "tpot_p50": 0.0123, "tokens_per_s": 78.91, "errors": 0}
+    row = {"server": "ours-eagle3", "settings": "defaults", "clients": 4, "requests": 32, **timed, "tokens": 99}
+    row |= {"other_texts": 2, "accept_length": 1.934, "peak_memory_bytes": 1e9, "leaked_pages": None}
+    soak = {"server": "ours-soak", "settings": "float32", "clients": 200, "requests": 800, **timed, "tpot_p50": None}
+    soak |= {"leaked_pages": 0, "leaked_threads": 0, "memory_growth_bytes": 12_000_000}
+    record = json.loads((RESULTS / "grammar-amd-epyc-avx512.json").read_text(encoding="utf-8"))
+    record |= {"what": "server", "rows": [row, soak], "left_out": {"vllm": "no interpreter (--vllm-python)"}}
+    (results / "server-some-cpu.json").write_text(json.dumps(record), encoding="utf-8")
+    page = generator("measurements").page(results)
+    text = page.split("## Servers under load")[1].split("\n## ")[0]
+    assert "| `ours-eagle3` | defaults | 4 | 32 | 31.2, 456.1 | 12.3 | 78.9 | 1.93 | 0 | 2 | - |" in text
+    assert "| 200 | 800 | 31.2, 456.1 | - | 78.9 | - | 0 | - | 0 pages, 0 threads, 12 MB of memory |" in text
+    assert "No row of vllm: no interpreter (--vllm-python)." in text
+
+
+def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
+    """The row of a try that validation did not choose would look like a result, as would one of a single seed."""
+    row = {"source": "talk", "asked_tokens": 50_000, "variant": "ours", "learning_rate": 0.02, "warmup_ratio": 0.1}
+    row |= {"seed": None, "seeds": [0, 1, 2], "tries": 5, "at_edge": True, "prompts": 20, "seconds": 90.0}
+    row |= {"start_seconds": 30.0, "accept_length": 1.5, "interval": [1.4, 1.6], "forecast": 1.45}
+    row |= {"forecast_interval": [1.3, 1.7], "forecast_ratio": None, "forecast_ratio_interval": None}
+    row |= {"accept_length_ratio": 1.2, "accept_length_ratio_interval": [1.1, 1.3]}
+    table = generator("record_tables").few_tokens
+    (line,) = table({"rows": [row, {**row, "seed": 0}, {"seed": 1, "split": "validation"}]}).splitlines()[2:]
+    assert (
+        "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5, 0.5" in line
+    )

@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.infer.running_server import running
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.kernels.tree_reference import ancestor_mask
@@ -45,6 +49,13 @@ class ScriptedEngine:
         self.step_seconds = 0.0
         self.allow = threading.Event()
         self.allow.set()
+        self._pool = PagePool(self.max_running_requests, self.context_length)
+
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        """What engine_load.load_of reads of an engine's own."""
+        memory = SimpleNamespace(pool=self._pool)
+        return SimpleNamespace(running=self.running, waiting=self.waiting, reading=None, memory=memory)
 
     def add_request(
         self,
@@ -53,10 +64,12 @@ class ScriptedEngine:
         *,
         speculative: bool = True,
         shape: DraftShape | None = None,
+        verify: str | None = None,
+        priority: int = 0,
     ) -> Request:
         if len(prompt_ids) >= self.context_length:
             raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.context_length} fit")
-        request = Request(list(prompt_ids), params, speculative, shape=shape)
+        request = Request(list(prompt_ids), params, speculative, shape=shape, verify=verify, priority=priority)
         request.stop_set = frozenset([self.stop_id])
         request.token_limit = min(params.max_tokens, self.context_length - len(prompt_ids))
         self.waiting.append(request)
@@ -80,6 +93,7 @@ class ScriptedEngine:
             raise error
         while self.waiting and len(self.running) < self.max_running_requests:
             self.running.append(self.waiting.pop(0))
+            self.running[-1].admitted_at = time.perf_counter()
         touched = list(self.running)
         for request in touched:
             self._write(request)
@@ -219,8 +233,7 @@ def reference() -> Callable[[Target, Sequence[int], int], list[int]]:
     return ask
 
 
-@pytest.fixture(scope="session")
-def small_target(tiny_target: Target) -> Target:
+def build_small_target() -> Target:
     """A target of 24 tokens: even an untrained head is often right there."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -241,14 +254,22 @@ def small_target(tiny_target: Target) -> Target:
     return Target(model=LlamaForCausalLM(config), tokenizer=tokenizer, name="small", revision=None)
 
 
-@pytest.fixture(scope="session")
-def small_draft(small_target: Target) -> DraftCheckpoint:
-    """An untrained head with a draft vocabulary of 20 of the 24 tokens."""
+def build_small_draft(target: Target) -> DraftCheckpoint:
+    """An untrained EAGLE-3 head with a draft vocabulary of 20 of the 24 tokens."""
     torch.manual_seed(4)
-    config = Eagle3Config.from_target_config(
-        small_target.config, vocab_size=24, draft_vocab_size=20, aux_layer_ids=(1, 2, 3)
-    )
+    config = Eagle3Config.from_target_config(target.config, vocab_size=24, draft_vocab_size=20, aux_layer_ids=(1, 2, 3))
     head = Eagle3Head(config).eval().requires_grad_(False)
+    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
+
+
+def build_small_block(target: Target, block_size: int = 5) -> DraftCheckpoint:
+    """An untrained block drafter of two layers, with a draft vocabulary of 20 of the 24 tokens."""
+    torch.manual_seed(7)
+    config = BlockConfig.from_target_config(
+        target.config, vocab_size=24, target_hidden_size=64, draft_vocab_size=20, aux_layer_ids=(1, 2, 3),
+        num_hidden_layers=2, block_size=block_size, markov_rank=4,
+    )  # fmt: skip
+    head = BlockHead(config).eval().requires_grad_(False)
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
 
 
@@ -267,26 +288,39 @@ SHARED_HEADS = {
 }
 
 
+def build_shared_head(target: Target, name: str, kept: Sequence[int] = range(24)) -> DraftCheckpoint:
+    """An untrained head that shares the small target's embedding and output matrix, by a name of SHARED_HEADS."""
+    torch.manual_seed(6)
+    eagle2 = name.startswith("eagle2")
+    config_class, head_class = (Eagle2Config, Eagle2Head) if eagle2 else (MtpConfig, MtpHead)
+    head = head_class(config_class.from_target_config(target.config, vocab_size=24, **SHARED_HEADS[name]))
+    head = head.eval().requires_grad_(False)
+    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids(list(kept), 24))
+
+
+@pytest.fixture(scope="session")
+def small_target() -> Target:
+    return build_small_target()
+
+
+@pytest.fixture(scope="session")
+def small_draft(small_target: Target) -> DraftCheckpoint:
+    return build_small_draft(small_target)
+
+
 @pytest.fixture(scope="session")
 def shared_draft(small_target: Target) -> Callable[..., DraftCheckpoint]:
-    """Builds an untrained head that shares small_target's embedding and output matrix, by a name of SHARED_HEADS."""
-
-    def build(name: str, kept: Sequence[int] = range(24)) -> DraftCheckpoint:
-        torch.manual_seed(6)
-        eagle2 = name.startswith("eagle2")
-        config_class, head_class = (Eagle2Config, Eagle2Head) if eagle2 else (MtpConfig, MtpHead)
-        head = head_class(config_class.from_target_config(small_target.config, vocab_size=24, **SHARED_HEADS[name]))
-        head = head.eval().requires_grad_(False)
-        return DraftCheckpoint(head=head, token_map=TokenMap.from_ids(list(kept), 24))
-
-    return build
+    """`build_shared_head` for the small target."""
+    return partial(build_shared_head, small_target)
 
 
 @pytest.fixture
-def build(small_draft, shared_draft):
-    """A drafter's draft by its name: n-gram lookup, the EAGLE-3 head, or one of the shared heads."""
+def build(small_target, small_draft, shared_draft):
+    """A drafter's draft by its name: n-gram lookup, the EAGLE-3 head, a block drafter, or one of the shared heads."""
 
     def make(name: str):
+        if name == "block":
+            return build_small_block(small_target)
         if name == "ngram":
             return NgramLookup(max_n=3, min_n=1)
         return small_draft if name == "eagle3" else shared_draft(name)

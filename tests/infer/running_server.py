@@ -6,16 +6,19 @@ import contextlib
 import threading
 import time
 
-import uvicorn
-
-from toolkit.infer.server.app import build_app, listen
+import pytest
 
 
 @contextlib.contextmanager
-def running(served):
-    """A server in a thread; yields its base URL and ends it, also when a test fails."""
+def running(served, settings=None):
+    """A server in a thread; yields its base URL and ends it, also when a test fails. Skips the test where no web server
+    is installed: the engine's own tests share this conftest and need none."""
+    uvicorn = pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    from toolkit.infer.server.app import build_app, listen, uvicorn_config
+
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn_config(build_app(served, settings), shutdown_s=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20

@@ -191,6 +191,7 @@ def test_a_worker_that_is_killed(counter, expected, monkeypatch) -> None:
 def test_a_file_that_stays_whole_goes_on_in_its_middle(counter, expected, in_this_process, monkeypatch) -> None:
     """A .gz of many gigabytes is one shard; a kill near its end must not cost all of it."""
     monkeypatch.setattr(count_module, "PART_CHARACTERS", 2000)
+    monkeypatch.setattr(count_module, "BATCH_CHARACTERS", 1000)
     rows = [{"text": part} for part in some_text(1).split("\n")]
     Path("a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     add, calls = corpus_counts._Counting.add, 0
@@ -249,7 +250,7 @@ def test_a_file_that_changes_meanwhile(counter, in_this_process, monkeypatch) ->
 
 def test_datasets(counter, expected, in_this_process, monkeypatch, caplog) -> None:
     """A dataset is streamed by its own shards. Rows without text, which users cannot correct, are counted."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(Path("cache").resolve()))
@@ -289,7 +290,7 @@ def test_a_dataset_is_streamed_by_workers(counter, expected) -> None:
 
 def test_a_dataset_of_another_kind(counter, in_this_process, monkeypatch) -> None:
     """Hours of download that end with an empty count help nobody."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     from toolkit.data import dataset_rows
 
@@ -324,7 +325,7 @@ def test_held_out_rows_and_corpora(counter, expected) -> None:
 
 def test_a_source_is_counted_or_held_out_under_any_spelling(counter, in_this_process) -> None:
     """Text that is counted and held out is covered too well; an absolute path or a link hid that it is the same."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     Path("a.txt").write_text("rivers")
     Path("copy.txt").write_text("rivers")

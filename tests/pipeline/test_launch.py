@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.errors import MissingPackageError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.pipeline import launch
 from toolkit.pipeline.launch import (
     LaunchError,
+    check_packages,
     physical_cores,
     run_child,
     set_threads,
     training_line,
     training_processes,
 )
-from toolkit.train_settings import TrainSettings
+from toolkit.train_settings import TrackingSettings, TrainSettings
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -61,6 +63,17 @@ def test_training_line_refuses_what_cannot_start(tmp_path: Path) -> None:
         training_processes(0, TrainSettings())
     with pytest.raises(FileNotFoundError, match="absent.yaml"):
         training_line("r.yaml", [], 1, tmp_path / "absent.yaml", "eagle3")
+
+
+@pytest.mark.parametrize(("absent", "why"), [("deepspeed", "training"), ("wandb", "train.tracking.wandb: true")])
+def test_a_missing_package_is_found_first(monkeypatch: pytest.MonkeyPatch, absent: str, why: str) -> None:
+    """Training would find it after the days of rollouts. A tracker that nobody asked for is not needed."""
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == absent else name)
+    tracked = TrainSettings(tracking=TrackingSettings(wandb=True, tensorboard=True))
+    with pytest.raises(MissingPackageError, match=f"{why} needs .*: pip install {absent}"):
+        check_packages(tracked)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if "tensorboard" in name else name)
+    check_packages(TrainSettings())
 
 
 def test_threads_are_shared_out_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:

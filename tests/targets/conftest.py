@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -43,6 +42,7 @@ def gguf_tensors(target: Target) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, target: Target, pre: str = "smollm", quantised: bool = False) -> Path:
+    gguf = pytest.importorskip("gguf")
     config, tokenizer = target.config, target.tokenizer
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(target.n_layers)

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
@@ -77,6 +77,7 @@ def write_glm_gguf(path: Path, directory: Path, *, quantised: bool = False, **se
     """quantised: matrices in blocks of 8 bits. settings: further `glm4moe.*` numbers."""
     config, tokenizer = AutoConfig.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     modules = int(read_json(directory / "config.json").get("num_nextn_predict_layers", 0))
+    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "glm4moe")
     writer.add_block_count(config.num_hidden_layers + modules)
     writer.add_context_length(config.max_position_embeddings)

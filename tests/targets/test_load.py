@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaModel, T5Config
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaModel, T5Config
 
 from toolkit.errors import TargetError
 from toolkit.recipe import load_recipe
 from toolkit.targets import load
-from toolkit.targets.load import load_target, load_tokenizer
+from toolkit.targets.load import load_target, load_tokenizer, stated_dtype
 from toolkit.weights import load_tensors, save_tensors
 
 
@@ -52,6 +52,21 @@ def test_dtype(directory, stated, asked, expected):
     assert target.body.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "stated, on_cpu, on_gpu",
+    [
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        (None, torch.float32, torch.float32),
+    ],
+)
+def test_a_stated_dtype_by_device(stated, on_cpu, on_gpu):
+    """A float16 checkpoint in float32 would take twice a GPU's memory and its slow kernels."""
+    config = LlamaConfig(dtype=stated)
+    assert stated_dtype(config) == on_cpu and stated_dtype(config, "cuda") == on_gpu
+
+
 def test_a_relative_path_names_the_same_target(directory, monkeypatch):
     """A head trained on ./target must not be called another target's head when it is served from elsewhere."""
     monkeypatch.chdir(directory.parent)
@@ -61,7 +76,7 @@ def test_a_relative_path_names_the_same_target(directory, monkeypatch):
 
 def test_unknown_dtype_is_an_error(directory):
     """A misspelt dtype must not fall back to another precision."""
-    with pytest.raises(TargetError, match="auto, bfloat16, float32"):
+    with pytest.raises(TargetError, match="auto, bfloat16, float16, float32"):
         load_target(directory, dtype="bf8")
 
 

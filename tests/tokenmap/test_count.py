@@ -44,7 +44,7 @@ def test_every_token_is_counted_under_its_task_and_split():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"BATCH_CHARACTERS": 1}, {"BATCH_DOCUMENTS": 3}, {"WAITING_IDS": 5}, {"PART_CHARACTERS": 10}]
+    "sizes", [{"BATCH_CHARACTERS": 1}, {"BATCH_DOCUMENTS": 3}, {"BATCH_DOCUMENTS": 2, "PART_CHARACTERS": 10}]
 )
 def test_counts_do_not_depend_on_how_the_work_is_cut(monkeypatch, sizes):
     """The sizes bound the memory; losing the last batch would drop the end of a corpus."""

@@ -63,8 +63,8 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
     alive: list[weakref.ref] = []
     emptied: list[list[bool]] = []
 
-    def build(*arguments) -> LoadedEngine:
-        loaded = build_engine(*arguments)
+    def build(*arguments, **options) -> LoadedEngine:
+        loaded = build_engine(*arguments, **options)
         alive.append(weakref.ref(loaded.engine))
         return loaded
 

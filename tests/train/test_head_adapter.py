@@ -29,6 +29,13 @@ def rollout(prompt: list[int], answer: list[int]) -> Example:
     return Example("", prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
 
+def mtp_draft(target: Target, token_map: TokenMap | None = None) -> DraftCheckpoint:
+    """A head that scores with the target's output matrix."""
+    torch.manual_seed(0)
+    head = MtpHead(MtpConfig.from_target_config(target.config, vocab_size=target.vocab_size))
+    return DraftCheckpoint(head=head, token_map=token_map or TokenMap.identity(target.vocab_size))
+
+
 def test_a_moved_target_gets_its_drafts_back(target, tiny_target_directory, tiny_draft_directory):
     """The loop of a reinforcement learning: the target moves, the engine writes, the head learns, the engine drafts."""
     with torch.no_grad():
@@ -50,24 +57,52 @@ def test_a_moved_target_gets_its_drafts_back(target, tiny_target_directory, tiny
     assert [one.token_ids for one in after] == [one.token_ids for one in before]
     steps = [sum(len(one.events) for one in answers) for answers in (before, after)]
     assert steps[1] < 0.8 * steps[0], steps
-    adapter.close()
-    assert not target.layers[2]._forward_pre_hooks, "hooks stay on the target"
 
 
 def test_a_head_that_scores_with_the_target_follows_its_matrix(target):
     """The rows of the token map are a copy. Rows of the old target would teach, and score, what it would have said."""
-    torch.manual_seed(0)
-    head = MtpHead(MtpConfig.from_target_config(target.config, vocab_size=target.vocab_size))
-    kept = TokenMap.from_ids(range(0, target.vocab_size, 2), target.vocab_size)
-    adapter = HeadAdapter(target, DraftCheckpoint(head=head, token_map=kept))
+    draft = mtp_draft(target, TokenMap.from_ids(range(0, target.vocab_size, 2), target.vocab_size))
+    old = HeadAdapter(target, draft)
     with torch.no_grad():
         target.lm_head.weight.mul_(-1)
-    frozen = target.model.state_dict()["model.norm.weight"].clone()
+    text = [rollout([5, 6, 7], [8, 9, 10, 11])]
+    assert old.train(text) == HeadAdapter(target, draft).train(text)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_target_in_training_gets_no_gradients_from_its_head(target, every):
+    """An output matrix that is trained: the head's loss would be backpropagated into it, and with the rows of a token
+    map a second batch would go through the graph of the first."""
+    adapter = HeadAdapter(
+        target, mtp_draft(target, TokenMap.from_ids(range(0, target.vocab_size, every), target.vocab_size))
+    )
+    target.model.requires_grad_(True)
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    adapter.batch = 1
+    adapter.train([rollout([5, 6, 7], [8, 9, 10, 11]), rollout([5, 6], [9, 4, 12])])
+    assert all(one.grad is None for one in [*target.model.parameters(), *adapter.head.parameters()])
+    assert all(torch.equal(value, before[name]) for name, value in target.model.state_dict().items())
+    assert not any(one.requires_grad for one in adapter.state_dict().values()), "the engine would hold a graph"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_nothing_of_the_adapter_stays_on_the_target(target, tiny_draft_directory, monkeypatch, kind):
+    """A hook would keep the states of the target's own training, with their graph; also after a batch that failed."""
+    draft = load_draft(tiny_draft_directory) if kind == "eagle3" else mtp_draft(target)
+    adapter = HeadAdapter(target, draft)
+
+    def hooks() -> int:
+        return sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in target.model.modules())
+
+    seen = []
+    own = adapter.optimizer.step
+    monkeypatch.setattr(adapter.optimizer, "step", lambda: seen.append(hooks()) or own())
     adapter.train([rollout([5, 6, 7], [8, 9, 10, 11])])
-    rows = target.lm_head.weight[kept.ids]
-    assert torch.equal(adapter.model.output.matrix, rows) and torch.equal(adapter.side.teacher.draft_weight, rows)
-    assert torch.equal(target.model.state_dict()["model.norm.weight"], frozen), "the target is not trained"
-    assert all(one.grad is None for one in target.model.parameters())
+    assert seen[0] > 0 == hooks()
+    monkeypatch.setattr(adapter.optimizer, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        adapter.train([rollout([5, 6, 7], [8, 9, 10, 11])])
+    assert hooks() == 0 and all(one.grad is None for one in adapter.head.parameters())
 
 
 def test_answers_without_a_supervised_id_teach_nothing(target, tiny_draft_directory, tiny_draft):

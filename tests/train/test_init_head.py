@@ -19,6 +19,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, load_dr
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
+from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -34,7 +35,7 @@ from toolkit.train.evaluation import update_best
 from toolkit.train.init_head import continued_head
 from toolkit.train.offline_features import stored_layer_ids
 from toolkit.train.state import Position
-from toolkit.train_settings import EvaluationSettings, HeadSettings, TrainSettings
+from toolkit.train_settings import EvaluationSettings, HeadSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file
 
 
@@ -117,6 +118,25 @@ def test_mtp_layers_are_trained_further(target, tmp_path):
     found, plan = started(TrainSettings(init=str(directory), head=HeadSettings(kind="mtp")), target, token_map)
     assert plan.config == config and plan.token_map == token_map
     assert all(torch.equal(found.state_dict()[name], value) for name, value in head.state_dict().items())
+
+
+def test_a_block_drafter_is_trained_further_with_another_map(target, tmp_path):
+    """All of it is carried over but the output rows, whatever the map; a block has the size that it has."""
+    config = BlockConfig.from_target_config(
+        target.config, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, draft_vocab_size=90,
+        aux_layer_ids=(1, 2, 3), markov_rank=8,
+    )  # fmt: skip
+    head, own = BlockHead(config).requires_grad_(False), TokenMap.from_ids(range(10, 100), target.vocab_size)
+    settings = TrainSettings(init=str(write(tmp_path / "head", head, own)), head=HeadSettings(kind="block"))
+    token_map = TokenMap.from_ids(range(0, target.vocab_size, 3), target.vocab_size)
+    found, _ = started(settings, target, token_map)
+    for name, value in head.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(found.state_dict()[name], value), name
+    assert len(found.lm_head.weight) == token_map.size
+    assert all(parameter.requires_grad for parameter in found.parameters())
+    shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
+    with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
+        plan_head(shorter, target, token_map)
 
 
 @pytest.mark.parametrize("lm_head", [None, "target", "frozen"])

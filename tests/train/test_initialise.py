@@ -13,11 +13,12 @@ from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.features import AuxCapture
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
-from toolkit.train.initialise import initialise_from_target, initialise_random
+from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train_settings import HeadSettings, TrainSettings
 
 
@@ -305,3 +306,19 @@ def test_the_output_matrix_starts_as_set(tiny_target, tiny_draft, monkeypatch, s
         assert not torch.equal(start_head(plan, settings, tiny_target, 8, batches).lm_head.weight, head.lm_head.weight)
     copied = torch.equal(head.midlayer.self_attn.o_proj.weight, tiny_target.layers[-1].self_attn.o_proj.weight)
     assert copied == (start == "target"), "the rest starts as train.head.init says"
+
+
+def test_the_regression_reads_no_more_tokens_than_it_may(tiny_target, tiny_draft):
+    """`train.head.start_tokens` ends it with the batch that reaches so many: a start fitted on more than a training
+    sees would make its tokens look worth more than they are."""
+    batches = _batches(tiny_target)  # 160 answer tokens each
+    assert [len(regression_batches(batches, 64, most)) for most in (None, 161, 160, 1)] == [6, 2, 1, 1]
+    plan = plan_head(TrainSettings(), tiny_target, tiny_draft.token_map)
+    few = TrainSettings(head=HeadSettings(start_tokens=300))
+    cut, short, whole = (
+        start_head(plan, settings, tiny_target, 3, iter(given)).state_dict()["fc.weight"]
+        for settings, given in ((few, batches), (TrainSettings(), batches[:2]), (TrainSettings(), batches))
+    )
+    assert torch.equal(cut, short) and not torch.equal(cut, whole)
+    with pytest.raises(RecipeError, match="start_tokens"):
+        TrainSettings(head=HeadSettings(init="random", start_tokens=300))

@@ -273,6 +273,7 @@ def test_bf16_keeps_what_bf16_cannot_show(tiny_run, tmp_path):
 
 def test_wandb_offline(tiny_run, tmp_path):
     """Asked for without an account; a run folder of the id that train/ keeps, so that only a resume goes on in it."""
+    pytest.importorskip("wandb")
     run = _copy_run(tiny_run, tmp_path / "run")
     assert len(_train(run, "train.max_steps=3", "train.tracking.wandb=true", WANDB_MODE="offline")) == 3
     name = (run / "train" / "wandb_id").read_text()

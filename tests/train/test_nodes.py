@@ -142,7 +142,7 @@ def test_the_job_trains_the_chosen_head(slurm, tmp_path, head, script):
     command = ["bash", "recipes/slurm/train.sbatch", "a=b"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
     if script is None:
-        assert done.returncode == 2 and "one of eagle3 eagle2 mtp is needed" in done.stderr and not done.stdout
+        assert done.returncode == 2 and "one of eagle3 eagle2 block mtp is needed" in done.stderr and not done.stdout
     else:
         started = done.stdout.splitlines()
         assert done.returncode == 0 and len(started) == 2 and (REPOSITORY / script).is_file()

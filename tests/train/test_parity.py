@@ -8,11 +8,14 @@ import torch.nn.functional as F
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
+from toolkit.heads.block import BlockHead
+from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
 from toolkit.train.ttt import unroll
@@ -26,6 +29,8 @@ KINDS = {
     "eagle2": {"kind": "eagle2", "layers": 2},
     "mtp": {"kind": "mtp", "sliding_window": 9},
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
+    "block": {"kind": "block", "markov_rank": 8},
+    "block-two-layers": {"kind": "block", "layers": 2, "markov_rank": 8},
 }
 
 
@@ -43,7 +48,7 @@ def _batch(prompts, answers):
     return collate(examples, pad_id=0)
 
 
-SLOW = ("eagle3-two-layers", "mtp-two-layers")
+SLOW = ("eagle3-two-layers", "mtp-two-layers", "block-two-layers")
 
 
 @pytest.fixture(
@@ -107,8 +112,10 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    scored, inner = [], DraftRollout.logits
-    monkeypatch.setattr(DraftRollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
+    block = isinstance(model.head, BlockHead)
+    rollout = BlockRollout if block else DraftRollout
+    scored, inner = [], rollout.logits
+    monkeypatch.setattr(rollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
     with torch.inference_mode():
         tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     assert len(scored) == STEPS
@@ -117,8 +124,11 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         root = len(written) - 2
         inputs = side.inputs(_batch([written + tree.tokens[row, 1:].tolist()], [[0, 0]]), STEPS)
         with torch.no_grad():
-            states = [state[0, root] for state in unroll(model.head, inputs.aux, inputs.embeds, STEPS)]
-            logits = model.score(torch.stack(states), lambda x, rows, *_: F.linear(x, rows))
+            steps = (unroll_blocks if block else unroll)(model.head, inputs.aux, inputs.embeds, STEPS)
+            states = torch.stack([state[0, root] for state in steps])
+            if block:
+                states = model.head.after(states, inputs.embeds[0, root + 1 : root + 1 + STEPS])
+            logits = model.score(states, lambda x, rows, *_: F.linear(x, rows))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()

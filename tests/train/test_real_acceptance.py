@@ -126,7 +126,7 @@ def test_a_measurement_that_cannot_be_compared_is_warned_of(training, monkeypatc
 def _measured(training, **changed) -> RealAcceptance:
     answers = [one.answer for one in training[2].prompts]
     stats = summarise([])
-    measured = RealAcceptance(DraftShape.chain(3), 0.0, stats, (1.4, 1.6), answers, 1.0)
+    measured = RealAcceptance(DraftShape.chain(3), 0.0, stats, (1.4, 1.6), answers, [], 1.0)
     return replace(measured, **{"stats": replace(stats, verify_steps=9, accept_length=1.5), **changed})
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 
 from toolkit.data.batches import Example, collate
-from toolkit.errors import TrainError
+from toolkit.errors import MissingPackageError
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import metrics as metrics_file
 from toolkit.train.forecast import chained_counts
 from toolkit.train.metric_rows import MACHINE_KEYS, StepSums, flat_row, step_row
-from toolkit.train.metrics import Metrics, check_trackers
+from toolkit.train.metrics import Metrics
 from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import covered_share
 from toolkit.train_settings import OptimizerSettings, TrackingSettings, TrainSettings, UnrollSettings
@@ -90,6 +90,16 @@ def test_a_fresh_rollouts_row_is_dropped_unless_training_went_over(tmp_path):
     assert [json.loads(line) for line in metrics.path.read_text().splitlines()] == [{"step": 4, "loss": 1.0}]
 
 
+def test_wandb_asked_for_and_absent(tmp_path, monkeypatch):
+    """Who does not track installs no tracker; who does is told which."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    rows = {"main": True, "run_name": "t", "config": {}}
+    Metrics(tmp_path / "metrics.jsonl", settings=TrainSettings(), **rows)
+    asked = TrainSettings(tracking=TrackingSettings(wandb=True))
+    with pytest.raises(MissingPackageError, match="tracking.wandb: true needs .* wandb.*: pip install wandb"):
+        Metrics(tmp_path / "metrics.jsonl", settings=asked, **rows)
+
+
 def test_tensorboard(tmp_path):
     """What a resumed run writes anew replaces what the killed one wrote after its newest state."""
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -110,10 +120,3 @@ def test_tensorboard(tmp_path):
     events.Reload()
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
     assert [one.value for one in events.Scalars("accuracy_by_step/1")] == [0.5, 1.0, 4.5]
-
-
-def test_tensorboard_asked_for_and_absent(monkeypatch):
-    monkeypatch.setattr(metrics_file.importlib.util, "find_spec", lambda name: None)
-    check_trackers(TrainSettings())
-    with pytest.raises(TrainError, match=r"pip install 'toolkit\[tensorboard\]'"):
-        check_trackers(TrainSettings(tracking=TrackingSettings(tensorboard=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,24 @@ def test_an_answer_longer_than_the_context(tiny_target, tmp_path, monkeypatch, c
     data = read_data(SETTINGS, path, tiny_target, seed=0)
     assert sorted(len(one.input_ids) for one in data.train) == [9, tiny_target.max_context]
     assert f"1 train rollouts are longer than {tiny_target.max_context} ids" in caplog.text
+
+
+def test_prompts_are_supervised_where_asked(tiny_target, tmp_path):
+    """Held-out rollouts are judged by their answers under either setting, or forecasts would not be comparable."""
+    path = tmp_path / "rollouts.jsonl"
+    with path.open("w") as handle:
+        for at, split in enumerate(("held_out", "train")):
+            row = {"id": str(at), "split": split, "input_ids": [5, 6, 7, 8, 9, 10], "response_spans": [[3, 5]]}
+            handle.write(json.dumps(row) + "\n")
+
+    def supervised(choice):
+        settings = replace(SETTINGS, data=replace(SETTINGS.data, supervise=choice))
+        data = read_data(settings, path, tiny_target, seed=0)
+        return data.train[0].response, data.train[0].greedy, data.held_out[0].response.tolist()
+
+    answer = [False, False, False, True, True, False]
+    assert supervised("answers") == (answer, False, [answer])
+    assert supervised("all") == ([True] * 6, False, [answer])
 
 
 def test_ids_the_target_has_no_rows_for(tiny_target, tmp_path):

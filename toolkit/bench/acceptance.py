@@ -7,24 +7,24 @@ timing each engine step, equality from a comparison with the tokens of plain dec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.definitions import OTHERS
+from toolkit.bench.engine_context import SideBySide, longest_prompt, with_context
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
-from toolkit.bench.rows import ALL, best_row, recommended_row, tabulate
+from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, recommended_row, shape_text, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.infer.drafters.block_drafter import default_shape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -79,31 +79,30 @@ def measure_acceptance(
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure every shape against plain decoding, and with `adaptive` also adaptive drafting up to this shape, or if it
-    is True up to the smallest one that covers `shapes`. Returns a record of kind "acceptance": for each of them one row
-    over all prompts (task "all") and one row per task.
+    is True up to the smallest one that covers `shapes`: with lookup and by the head alone. Returns a record of kind
+    "acceptance": for each of them one row over all prompts (task "all") and one row per task.
 
-    Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
-    names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
-    counts answers. `forced` accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
+    Load the target in float32 for an exact comparison. `limit` takes fewer prompts, evenly over tasks. `keep`: a file
+    of finished prompts, from which a killed measurement resumes. `on_progress(done, total)` counts answers. `forced`
+    accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
 
-    Of `config` five options are read. max_running_requests: prompts decoded at once. torch_compile: in all modes.
-    lookup: None: with adaptive drafting only. verify: others than "target" write other tokens than plain decoding at a
-    temperature above 0, so tokens are then not compared. token_map: the file of `draft`; its sha256 is recorded.
+    Of `config`: max_running_requests: prompts decoded at once. torch_compile: in all modes. lookup: None: with adaptive
+    drafting only. verify: others than "target" write other tokens than plain decoding at a temperature above 0, so
+    tokens are then not compared. token_map: the file of `draft`; its sha256 is recorded.
 
     Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
-    batch, verify = config.max_running_requests, config.verify
-    check_tokens = check_tokens and forced is None and (verify == "target" or temperature == 0)
+    check_tokens = check_tokens and forced is None and (config.verify == "target" or temperature == 0)
     check_forced(forced, shapes, bool(adaptive))
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = _chosen(prompts, limit)
-    most = adaptive if isinstance(adaptive, DraftShape) else adaptive_limit(shapes) if adaptive else None
+    most = adaptive if isinstance(adaptive, DraftShape) else adaptive_limit(shapes, draft) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
         "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
-        "shapes": [*([ADAPTIVE] if adaptive else []), *(shape.as_text() for shape in shapes)],
+        "shapes": [*(_adaptive_modes(draft, config) if adaptive else ()), *(shape.as_text() for shape in shapes)],
         "prompts": prompts_from,
         "prompts_sha256": sha256_json([asdict(prompt) for prompt in chosen]),
         "max_tokens": max_tokens,
@@ -112,18 +111,18 @@ def measure_acceptance(
         "limit": limit,
         "warmup": warmup,
         "check_tokens": check_tokens,
-        **_engine_settings(config, forced),
+        **_engine_settings(config, target, forced),
     }
     kept = None if keep is None else _resume_log(keep, target, draft, settings)
-    turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
+    turns: Any = {"batch": config.max_running_requests, "warmup": warmup, "keep": kept, "on_progress": on_progress}
+    config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
     with _modes(target, draft, shapes, most, config, forced, temperature) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
-    judged: Any = {"adaptive": most, "check_tokens": check_tokens, "verify": verify, "forced": forced}
     return make_record(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(rounds, shapes, target, temperature, draft.kind, **judged),
+        **tabulate(rounds, shapes, target, temperature, draft.kind, check_tokens, config.verify, most, forced),
         target=describe_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
@@ -137,16 +136,20 @@ def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     return chosen
 
 
-def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> dict[str, Any]:
+def _engine_settings(config: EngineConfig, target: Target, forced: ForcedAcceptance | None) -> dict[str, Any]:
+    recorded = config.why_eager(target.device.type) is None
     return {
         "token_map": describe_token_map(config),
         "dynamic_rows": config.dynamic_rows,
+        **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         "lookup": config.lookup,
         "batch": config.max_running_requests,
         "verify": config.verify,
         "forced_accept_length": None if forced is None else forced.accept_length,
         "forced_accept_rate": None if forced is None else list(forced.rates),
         "torch_compile": config.torch_compile,
+        **({"deterministic": True} if config.deterministic else {}),
+        **({"cuda_graph_max_bs": config.recorded_rows} if recorded else {}),
     }
 
 
@@ -157,9 +160,9 @@ def describe_token_map(config: EngineConfig) -> dict[str, str] | None:
     return {"file": Path(config.token_map).name, "sha256": sha256_file(Path(config.token_map))}
 
 
-def adaptive_limit(shapes: Sequence[DraftShape]) -> DraftShape:
+def adaptive_limit(shapes: Sequence[DraftShape], draft: Draft | None = None) -> DraftShape:
     """The largest shape of adaptive drafting beside these shapes; without any, the engine's default."""
-    return DraftShape.covering(shapes) if shapes else DEFAULT_SHAPE
+    return DraftShape.covering(shapes) if shapes else default_shape(draft)
 
 
 def check_forced(forced: ForcedAcceptance | None, shapes: Sequence[DraftShape], adaptive: bool) -> None:
@@ -174,6 +177,13 @@ def check_forced(forced: ForcedAcceptance | None, shapes: Sequence[DraftShape], 
     forced.check_shapes(shapes)
 
 
+def _adaptive_modes(draft: Draft, config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """The modes of adaptive drafting and their options: where it has lookup, the head alone too."""
+    if not isinstance(draft, DraftCheckpoint) or config.lookup is False:
+        return {ADAPTIVE: {}}
+    return {ADAPTIVE: {}, HEAD_ALONE: {"lookup": False, "lookup_corpus": None}}
+
+
 @contextmanager
 def _modes(
     target: Target,
@@ -186,21 +196,17 @@ def _modes(
 ) -> Iterator[list[Mode]]:
     """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
 
-    Plain decoding has its own engine, without the cost of a head, and so has adaptive drafting.
+    Plain decoding has its own engine, without the cost of a head, and so have the modes of adaptive drafting.
     """
-    with ExitStack() as engines:
-
-        def engine(draft: Draft | None, shape: DraftShape | None, **options: Any) -> Engine:
-            # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
-            options |= {"prefix_cache": False, "shape": None if shape is None else shape.as_text()}
-            loaded = build_engine(replace(config, **options), target, draft, forced=forced, temperature=temperature)
-            return engines.enter_context(closing(loaded.engine))
-
-        modes = [Mode(engine(None, None, verify="target", adaptive=False), None)]
-        if most is not None:
-            modes.append(Mode(engine(draft, most, adaptive=True), most, adaptive=True))
+    adaptive = {} if most is None else _adaptive_modes(draft, config)
+    count = 1 + len(adaptive) + bool(shapes)
+    with SideBySide(config, target, count, forced=forced, temperature=temperature) as engines:
+        modes = [Mode(engines.open(verify="target", lookup=None, lookup_corpus=None), None)]
+        for name, options in adaptive.items():
+            learned = engines.open(draft, most, adaptive=True, **options)
+            modes.append(Mode(learned, most, adaptive=True, label=name))
         if shapes:
-            speculative = engine(draft, shapes[0], adaptive=False)
+            speculative = engines.open(draft, shapes[0])
             modes += [Mode(speculative, shape) for shape in shapes]
         yield modes
 
@@ -214,20 +220,16 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
     rows = [row for row in record["rows"] if row["task"] == ALL]
     fixed = [row for row in rows if row["shape"] != ADAPTIVE]
     adaptive = next((row for row in rows if row["shape"] == ADAPTIVE), None)
-    shapes: dict[str, str | None] = {"best_shape": _as_text(best_row({"rows": fixed or rows}))}
+    shapes: dict[str, str | None] = {"best_shape": shape_text(best_row({"rows": fixed or rows}))}
     chosen = recommended_row(record)
     if chosen is None:
         shapes["recommended"] = None
     else:
-        shapes["recommended"] = ADAPTIVE if chosen["shape"] == ADAPTIVE else _as_text(chosen)
+        shapes["recommended"] = ADAPTIVE if chosen["shape"] == ADAPTIVE else shape_text(chosen)
     if adaptive is not None:
-        shapes["adaptive_shape"] = _as_text(adaptive)
+        shapes["adaptive_shape"] = shape_text(adaptive)
     kept = ("date", "commit", "hardware", "versions", "settings", "target")
     return {**shapes, **{key: record[key] for key in kept if key in record}, "rows": rows}
-
-
-def _as_text(row: dict[str, Any]) -> str:
-    return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
 
 
 def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, Any]) -> ResumeLog:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,28 +28,30 @@ from toolkit.checkpoint.files import locate
 from toolkit.data.chat_template import encode, prompt_ids
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.load.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
-from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source
+from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source, with_token_map
 from toolkit.infer.load.load_engine import device_of
 from toolkit.jsonl import DataError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import WeightsError, sha256_json
 
-CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
-    ("weights", weights_check),
-    ("target", target_check),
-    ("template", template_check),
-    ("rope", rope_check),
-    ("token map", token_map_check),
-    ("aux layers", aux_layers_check),
-    ("greedy", greedy_check),
-    ("sampling, target", partial(sampling_check, verify="target")),
-    ("sampling, rejection", partial(sampling_check, verify="rejection")),
-    ("sampling, block", partial(sampling_check, verify="block")),
-    ("forecast", forecast_check),
-    ("acceptance", acceptance_check),
-)
-NAMES = max(len(name) for name, _ in CHECKS)
+Check = Callable[[CheckedHead], Finding]
+DRAFTING: dict[str, Check] = {  # of a head that can draft
+    "greedy": greedy_check,
+    **{f"sampling, {verify}": partial(sampling_check, verify=verify) for verify in ("target", "rejection", "block")},
+    "forecast": forecast_check,
+    "acceptance": acceptance_check,
+}
+CHECKS: dict[str, Check] = {
+    "weights": weights_check,
+    "target": target_check,
+    "template": template_check,
+    "rope": rope_check,
+    "token map": token_map_check,
+    "aux layers": aux_layers_check,
+    **DRAFTING,
+}
+NAMES = max(map(len, CHECKS))
 PAGE = 120  # columns
 
 
@@ -92,6 +94,12 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
     except refused as error:
         return Unreadable("weights", str(error))
     assert isinstance(draft, DraftCheckpoint), "a head is checked"
+    if config.token_map is not None:
+        try:
+            draft = with_token_map(draft, target, config.token_map)
+        except TokenMapError as error:
+            return Unreadable("token map", str(error))
+        draft = replace(draft, meta={**draft.meta, "token_map_sha256": None})  # this map is the user's choice
     finite = {name: bool(value.isfinite().all()) for name, value in draft.head.state_dict().items()}
     draft.head.cast(target.device, target.dtype)
     pack(target, draft, draft_quantization="none")
@@ -120,13 +128,14 @@ def _prompts(target: Target, limit: int, max_tokens: int) -> tuple[list[list[int
 
 def findings(head: CheckedHead | Unreadable) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; yield each finding with the name of its check."""
-    for name, check in CHECKS:
-        if isinstance(head, CheckedHead):
-            yield name, check(head)
-        elif name == head.check:
-            yield name, Finding(FAILED, head.cause)
+    for name, check in CHECKS.items():
+        if isinstance(head, Unreadable):
+            failed = name == head.check
+            yield name, Finding(FAILED, head.cause) if failed else Finding(SKIPPED, "the head cannot be read")
+        elif name in DRAFTING and head.cannot_draft:
+            yield name, Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
         else:
-            yield name, Finding(SKIPPED, "the head cannot be read")
+            yield name, check(head)
 
 
 def title(head: CheckedHead | Unreadable, draft: str) -> str:

@@ -18,8 +18,10 @@ from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.sampled_distribution import Continuations, most_even_distribution
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
+from toolkit.heads.block import BlockHead
+from toolkit.infer.drafters.block_drafter import default_shape
 from toolkit.infer.drafters.drafting_head import DraftingHead
-from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -146,7 +148,8 @@ class CheckedHead:
     def shapes(self) -> tuple[DraftShape, DraftShape | None]:
         """A chain and a tree, those of measured.json if it has them. None: the target verifies no trees."""
         found = []
-        for name, default in (("chain", DraftShape.chain(3) if self.native else DEFAULT_SHAPE), ("tree", TREE)):
+        own = DraftShape.chain(3) if self.native else default_shape(self.draft)
+        for name, default in (("chain", own), ("tree", TREE)):
             row = self.measured_row(name)
             sizes = ("num_steps", "top_k", "num_draft_tokens")
             found.append(default if row is None else DraftShape(*(row[size] for size in sizes)))
@@ -254,9 +257,32 @@ class CheckedHead:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
-        embeds = self.target.embed_tokens(text[1:-1])
-        hidden = head.step(0, embeds, head.first_hidden(features[:count]), positions, attend, count)
-        logits = head.logits(0, hidden[written - 1 :]).float()
+        embeds, first = self.target.embed_tokens(text[1:-1]), head.first_hidden(features[:count])
+        if isinstance(head.module, BlockHead):
+            states = head.module.after(_first_places(head.module, embeds, first), embeds)
+            logits = head.scores(states[written - 1 :]).float()
+        else:
+            hidden = head.step(0, embeds, first, positions, attend, count)
+            logits = head.logits(0, hidden[written - 1 :]).float()
         wanted = self.draft.token_map.to_draft(text[written + 1 :])
         given = logits.log_softmax(dim=-1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
         return FirstDrafts((logits.argmax(dim=-1) == wanted).cpu(), given.masked_fill(wanted < 0, torch.nan).cpu())
+
+
+def _first_places(head: BlockHead, embeds: Tensor, hidden: Tensor) -> Tensor:
+    """States [T, H] of a block drafter at the first place of the block of every position; embeds [T, H] of the token
+    after it, hidden [T, 2H] of its features."""
+    count, size = len(embeds), head.config.block_size
+    every, context = torch.arange(count, device=embeds.device), list[tuple[Tensor, Tensor]]()
+    head.write_context(hidden, every, count + size, lambda k, v: context.append((k, v)))
+    roots, layers = every.repeat_interleave(size), iter(context)
+    seen = torch.cat((every <= roots[:, None], roots == roots[:, None]), dim=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.cat(pair) for pair in zip(next(layers), (k, v), strict=True))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+
+    at = roots + 1 + torch.arange(size, device=embeds.device).repeat(count)
+    states = head(*(x.repeat_interleave(size, dim=0) for x in (embeds, hidden)), at, attend, count + size)
+    return states.unflatten(0, (count, size))[:, 0]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +19,8 @@ from toolkit.bench.table import (
     decimal,
     fixed_name,
     forced_text,
+    mode_name,
+    new_table,
     prompts_phrase,
     shape_name,
     times,
@@ -36,7 +37,8 @@ INTERVALS = (
     f"Intervals: paired bootstrap over prompts, all turns of a prompt together, {RESAMPLES} resamples; of speeds over "
     f"at least {LEAST_GROUPS} groups of prompts that were decoded together."
 )
-SHOWN = ("verify", "torch_compile", "token_map", "dynamic_rows")  # settings that may differ and are then shown
+# Settings that may differ and are then shown.
+SHOWN = ("verify", "deterministic", "torch_compile", "token_map", "dynamic_rows")
 MACHINE = ("cpu", "cpu_flags", "cores", "torch_threads", "gpus")
 
 
@@ -106,7 +108,10 @@ def _origin(record: Record) -> str:
 def _settings_of(record: Record) -> dict[str, Record]:
     """Return the rows over all prompts by name. Adaptive drafting with another limit has another name."""
     rows = [row for row in record["rows"] if row["task"] == ALL]
-    return {f"adaptive up to {fixed_name(row)}" if _mode(row) == ADAPTIVE else shape_name(row): row for row in rows}
+    return {
+        f"{mode_name(row)} up to {fixed_name(row)}" if row["shape"] == ADAPTIVE else shape_name(row): row
+        for row in rows
+    }
 
 
 def _pairs(a: Record, b: Record) -> dict[str, tuple[Record, Record]]:
@@ -134,7 +139,7 @@ def _also_different(a: Record, b: Record) -> str:
 
 
 def _lengths(a: Record, b: Record) -> Table:
-    table = _table("accept_length", "verify\nsteps A", "\nB", "\nA", "\nB", "\nB - A [95 %]")
+    table = new_table("accept_length,\nby draft", ("verify\nsteps A", "\nB", "\nA", "\nB", "\nB - A [95 %]"))
     for name, rows in _pairs(a, b).items():
         steps, lengths = [str(row["verify_steps"]) for row in rows], [decimal(row["accept_length"]) for row in rows]
         table.add_row(name, *steps, *lengths, _difference(*rows, a, b))
@@ -142,18 +147,10 @@ def _lengths(a: Record, b: Record) -> Table:
 
 
 def _speeds(a: Record, b: Record) -> Table:
-    table = _table("speed", "tokens/s\nA", "\nB", "speedup\nA", "\nB", "\nB / A [95 %]")
+    table = new_table("speed,\nby draft", ("tokens/s\nA", "\nB", "speedup\nA", "\nB", "\nB / A [95 %]"))
     for name, rows in _pairs(a, b).items():
         speeds, speedups = [decimal(row["tokens_per_s"], 1) for row in rows], [times(row["speedup"]) for row in rows]
         table.add_row(name, *speeds, *speedups, _speed_ratio(*rows, a, b))
-    return table
-
-
-def _table(what: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{what},\nby draft", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -162,7 +159,7 @@ def _difference(ours: Record, theirs: Record, a: Record, b: Record) -> str:
     if ours["accept_length"] is None or theirs["accept_length"] is None:
         return NONE
     difference = f"{theirs['accept_length'] - ours['accept_length']:+.2f}"
-    units = paired(*(_counts_by_prompt(record, _mode(ours)) for record in (a, b)))
+    units = paired(*(_counts_by_prompt(record, mode_name(ours)) for record in (a, b)))
     if min(ours["verify_steps"], theirs["verify_steps"]) < ENOUGH_STEPS or len(units) < 2:
         return difference
     low, high = resampled_interval(
@@ -176,7 +173,7 @@ def _speed_ratio(ours: Record, theirs: Record, a: Record, b: Record) -> str:
     if ours["speedup"] is None or theirs["speedup"] is None:
         return NONE
     ratio = f"{theirs['speedup'] / ours['speedup']:.2f}x"
-    units = paired(*(_times_by_group(record, mode) for record in (a, b) for mode in (_mode(ours), PLAIN)))
+    units = paired(*(_times_by_group(record, mode) for record in (a, b) for mode in (mode_name(ours), PLAIN)))
     if len(units) < LEAST_GROUPS:
         return ratio
     low, high = resampled_interval(units, _speedup_ratio)
@@ -194,11 +191,6 @@ def paired(*sides: Mapping[Any, tuple[float, float]]) -> Units:
     """Return the numbers of all sides for each unit whose first number is positive in all of them."""
     units = [unit for unit in sides[0] if all(side.get(unit, (0, 0))[0] > 0 for side in sides)]
     return [tuple(number for side in sides for number in side[unit]) for unit in units]
-
-
-def _mode(row: Record) -> str:
-    """Return the name by which entries of answers and times name the setting of a row."""
-    return ADAPTIVE if row["shape"] == ADAPTIVE else fixed_name(row)
 
 
 def _counts_by_prompt(record: Record, mode: str) -> dict[str, tuple[float, float]]:

@@ -15,21 +15,18 @@ each answer is replayed, and the interval is over prompts with their draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.bench.answers import LoggedAnswer, Sampling
-from toolkit.bench.prompts import Prompt
+from toolkit.bench.answers import LoggedAnswer
+from toolkit.bench.engine_context import SideBySide, Trial, with_eager_rounds
 from toolkit.bench.replay import Forecast, summarise_replays
-from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
+from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.linear_layers import linear_layers
 from toolkit.infer.drafters.candidate_recorder import Array, CandidateRecorder
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape, candidate_count
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -130,10 +127,13 @@ def supported_shapes(target: Target, draft: DraftCheckpoint, largest: Iterable[D
     for shape in largest:
         if linear_layers(target.config) and not shape.is_chain:
             why = f"top_k {shape.top_k} is left out: the target has linear-attention layers, and verifies chains only"
+        elif not shape.is_chain and draft.head.config.drafts_at_once:
+            why = f"top_k {shape.top_k} is left out: a {draft.kind} head drafts chains only"
         elif shape.top_k > draft.token_map.size:
             why = f"top_k {shape.top_k} is left out: the draft vocabulary has {draft.token_map.size} tokens"
         else:
-            found.append(shape)
+            at_once = draft.head.config.drafts_at_once
+            found.append(shape.within(DraftShape.chain(at_once)) if at_once else shape)
             continue
         logger.warning("%s", why)
     if not found:
@@ -141,59 +141,52 @@ def supported_shapes(target: Target, draft: DraftCheckpoint, largest: Iterable[D
     return found
 
 
-def forecast_surface(
-    target: Target,
-    draft: DraftCheckpoint,
-    prompts: Sequence[Prompt],
-    largest: Iterable[DraftShape],
-    sampling: Sampling,
-    config: EngineConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Surface:
+def forecast_surface(trial: Trial, largest: Iterable[DraftShape], on_progress: Progress | None = None) -> Surface:
     """Answer the prompts, then draft the largest tree of each top_k at every position.
 
-    largest: a shape for each top_k. config: max_running_requests and torch_compile are read. on_progress(done, total):
-    counts answers of all passes. Raises BenchError if no answer has a complete verify step, and the errors of
-    `build_engine` and `run_side_by_side`.
+    largest: a shape for each top_k. on_progress(done, total): counts answers of all passes. Raises BenchError if no
+    answer has a complete verify step, and the errors of `build_engine` and `run_side_by_side`.
     """
     largest = list(largest)
-    config, batch = replace(config, prefix_cache=False, adaptive=False, shape=None), config.max_running_requests
-    answers = sum(len(one.turns) for one in prompts)
+    answers = sum(len(one.turns) for one in trial.prompts)
 
     def tell(done: int) -> None:
         if on_progress is not None:
             on_progress(done, answers * (1 + len(largest)))
 
-    with closing(build_engine(config, target).engine) as engine:
+    with SideBySide(trial.config, trial.target, 1) as engines:
         rounds = run_side_by_side(
-            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0,
-            on_progress=lambda done, _: tell(done),
+            [Mode(engines.open(), None)], trial.target.tokenizer, trial.prompts, trial.sampling,
+            batch=trial.batch, warmup=0, on_progress=lambda done, _: tell(done),
         )  # fmt: skip
     references = [answer for one in rounds for answer in one.answers]
-    return replay_answers(target, draft, references, largest, config, lambda done, _: tell(answers + done))
+    return replay_answers(trial, references, largest, lambda done, _: tell(answers + done))
 
 
 def replay_answers(
-    target: Target,
-    draft: DraftCheckpoint,
-    references: list[LoggedAnswer],
-    largest: Iterable[DraftShape],
-    config: EngineConfig,
-    on_progress: Callable[[int, int], None] | None = None,
+    trial: Trial, references: list[LoggedAnswer], largest: Iterable[DraftShape], on_progress: Progress | None = None
 ) -> Surface:
     """Draft the largest tree of each top_k at every position of answers that the target has written before.
 
-    Arguments and errors: as of `forecast_surface`.
+    Of the trial prompts and sampling are not read. Arguments and errors: as of `forecast_surface`.
     """
     shapes = {shape.top_k: shape for shape in largest}
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     found: dict[int, list[ForecastAnswer]] = {}
-    for done, (top_k, shape) in enumerate(shapes.items()):
+    config = with_eager_rounds(replace(trial.config, verify="target"), trial.target)  # the host reads all candidates
+    done = 0
+    for top_k, shape in shapes.items():
         found[top_k] = []
-        for one in _pass(target, draft, shape, references, config):
-            found[top_k].append(one)
-            if on_progress is not None:
-                on_progress(done * len(references) + len(found[top_k]), len(shapes) * len(references))
+        with SideBySide(config, trial.target, 1) as engines:
+            engine = engines.open(trial.draft, shape)
+            for start in range(0, len(references), trial.batch):
+                group = references[start : start + trial.batch]
+                answers = [one.output_ids for one in group]
+                needed = recorded(engine, [one.question.prompt_ids for one in group], answers)
+                for one, own in zip(group, needed, strict=True):
+                    found[top_k].append(ForecastAnswer(one.question.prompt.question_id, one.output_ids, own))
+                done += len(group)
+                if on_progress is not None:
+                    on_progress(done, len(shapes) * len(references))
     surface = Surface(shapes, found, references)
     if shapes and not any(surface.forecast(one).verify_steps for one in surface.shapes()):
         raise BenchError(
@@ -201,24 +194,6 @@ def replay_answers(
             "tokens); raise max_tokens, or give prompts with longer answers"
         )
     return surface
-
-
-def _pass(
-    target: Target,
-    draft: DraftCheckpoint,
-    shape: DraftShape,
-    references: Sequence[LoggedAnswer],
-    config: EngineConfig,
-) -> Iterator[ForecastAnswer]:
-    """Yields the forecast of every answer."""
-    batch = config.max_running_requests
-    with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
-        for start in range(0, len(references), batch):
-            group = references[start : start + batch]
-            prompts = [one.question.prompt_ids for one in group]
-            answers = recorded(engine, prompts, [one.output_ids for one in group])
-            for one, needed in zip(group, answers, strict=True):
-                yield ForecastAnswer(one.question.prompt.question_id, one.output_ids, needed)
 
 
 def recorded(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Array]:

@@ -15,38 +15,28 @@ Shapes: V target vocabulary, N size of a map.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from toolkit.bench.answers import Round, Sampling
-from toolkit.bench.bootstrap import resampled_interval
-from toolkit.bench.compare import paired
-from toolkit.bench.engine_context import longest_prompt, with_context
+from toolkit.bench.answers import Round
+from toolkit.bench.engine_context import SideBySide, Trial
 from toolkit.bench.forecast import forecast_surface
-from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import summarise_replays
 from toolkit.bench.search import accept_length_of, measured_figures
 from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
-from toolkit.bench.step_times import Parts, measure_draft_times
+from toolkit.bench.step_times import measure_draft_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.registry import build_head
 from toolkit.infer.drafters.dynamic_rows import rows_agree
 from toolkit.infer.engine.cpu_door import pack
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import PLAIN, DraftShape
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 SMALLEST = 1024
 FORECAST_BATCH = 8
-STEP = 256  # rows
-Counts = dict[str, tuple[float, float]]  # tokens and verify steps by prompt
 OpenDraft = Callable[[], DraftCheckpoint]  # reads the head again, with weights that are not packed
 
 
@@ -55,9 +45,8 @@ class SizeResult:
     """One size. coverage: share of the target's own answers that the map keeps. head_seconds, round_s: median seconds
     of drafting and of a whole round.
 
-    predicted_speedup, speedup: relative to plain decoding. The measured ones are None if it did not run end to end.
-    With dynamic rows, and at equal time, nothing is predicted. over_equal_time: of dynamic rows, their accept_length
-    less that of the static map of equal drafting time, with its interval over prompts.
+    predicted_speedup, speedup: relative to plain decoding. The measured ones are None if it did not run end to end, the
+    predicted ones if nothing was predicted.
     """
 
     name: str
@@ -70,8 +59,6 @@ class SizeResult:
     accept_length: float | None = None
     tokens_per_s: float | None = None
     speedup: float | None = None
-    over_equal_time: float | None = None
-    interval: tuple[float, float] | None = None
 
 
 def sizes_of(vocab_size: int, least: int) -> list[int]:
@@ -107,33 +94,26 @@ def with_ids(draft: DraftCheckpoint, target: Target, token_map: TokenMap) -> Dra
 class SizeTrials:
     """What all sizes are measured with. Fields as the arguments of `measure_sizes`."""
 
-    target: Target
+    trial: Trial
     open_draft: OpenDraft
     shape: DraftShape
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    config: EngineConfig
 
-    def fitted(self, token_map: TokenMap, dynamic_rows: int = 0) -> DraftCheckpoint:
+    def fitted(self, token_map: TokenMap) -> DraftCheckpoint:
         """The head with this map, ready for an engine."""
-        draft = with_ids(self.open_draft(), self.target, token_map)
+        target = self.trial.target
+        draft = with_ids(self.open_draft(), target, token_map)
         if any(isinstance(module, nn.Linear) for module in draft.head.modules()):  # it is not packed yet
-            draft.head.cast(self.target.device, self.target.dtype)
-            pack(self.target, draft, self.config.draft_quantization)
-        return replace(draft, dynamic_rows=dynamic_rows)
-
-    def times(self, drafts: Sequence[DraftCheckpoint], texts: Sequence[Sequence[int]]) -> tuple[Parts, list[Parts]]:
-        """A plain round, and one with each draft, in turns."""
-        return measure_draft_times(self.target, drafts, self.shape, texts, self.config, self.sampling)
+            draft.head.cast(target.device, target.dtype)
+            pack(target, draft, self.trial.config.draft_quantization)
+        return draft
 
     def predicted(self, maps: Sequence[TokenMap]) -> tuple[list[SizeResult], list[tuple[int, ...]]]:
         """Predictions for each map, and the ids of the prompts. The last map keeps all ids."""
-        shape, forecasting = self.shape, replace(self.config, max_running_requests=FORECAST_BATCH)
-        drafts = [self.fitted(token_map) for token_map in maps]
-        surface = forecast_surface(self.target, drafts[-1], self.prompts, [shape], self.sampling, forecasting)
+        shape, drafts = self.shape, [self.fitted(token_map) for token_map in maps]
+        surface = forecast_surface(replace(self.trial, draft=drafts[-1]).at_batch(FORECAST_BATCH), [shape])
         texts = [one.question.prompt_ids for one in surface.references]
         tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
-        plain, rounds = self.times(drafts, texts)
+        plain, rounds = measure_draft_times(self.trial, drafts, shape, texts)
         results = []
         for token_map, parts in zip(maps, rounds, strict=True):
             kept = token_map.t2d.tolist()
@@ -145,103 +125,50 @@ class SizeTrials:
             results.append(SizeResult(name, size, coverage, parts.draft_s, parts.round_s, length, speedup))
         return results, texts
 
-    def run(self, drafts: Mapping[str, DraftCheckpoint]) -> dict[str, tuple[float, float, float, Counts]]:
-        """accept_length, tokens per second, speed relative to plain decoding and counts of each draft, in turns."""
-        with ExitStack() as engines:
-
-            def mode(label: str | None, draft: DraftCheckpoint | None) -> Mode:
-                own = replace(self.config, shape=None if draft is None else self.shape.as_text())
-                engine = engines.enter_context(closing(build_engine(own, self.target, draft).engine))
-                return Mode(engine, None if draft is None else self.shape, label=label)
-
-            modes = [mode(None, None), *(mode(*one) for one in drafts.items())]
-            tokenizer, batch = self.target.tokenizer, self.config.max_running_requests
-            rounds = run_side_by_side(modes, tokenizer, self.prompts, self.sampling, batch=batch, warmup=1)
-        by_mode = {one.name: [done for done in rounds if done.mode == one.name] for one in modes}
-        speeds = {name: measured_figures(own).tokens_per_s for name, own in by_mode.items()}
-        return {
-            name: (accept_length_of(by_mode[name]), speeds[name], speeds[name] / speeds[PLAIN], _counts(by_mode[name]))
-            for name in drafts
-        }
-
-
-def _counts(rounds: Sequence[Round]) -> Counts:
-    """Tokens and verify steps by prompt, as accept_length counts them."""
-    found: Counts = {}
-    for answer in (answer for one in rounds for answer in one.answers):
-        steps = [event.committed for event in answer.events if event.offered and not event.truncated]
-        before = found.get(answer.question.prompt.question_id, (0, 0))
-        found[answer.question.prompt.question_id] = (before[0] + sum(steps), before[1] + len(steps))
-    return found
+    def run(self, drafts: Mapping[str, DraftCheckpoint]) -> dict[str, list[Round]]:
+        """The rounds of plain decoding and of each draft, end to end in turns."""
+        trial = self.trial
+        with SideBySide(trial.config, trial.target, 1 + len(drafts)) as engines:
+            modes = [Mode(engines.open(), None)]
+            modes += [Mode(engines.open(draft, self.shape), self.shape, label=name) for name, draft in drafts.items()]
+            rounds = run_side_by_side(modes, trial.target.tokenizer, trial.prompts, trial.sampling, batch=trial.batch)
+        return {one.name: [done for done in rounds if done.mode == one.name] for one in modes}
 
 
 def measure_sizes(
-    target: Target,
+    trial: Trial,
     open_draft: OpenDraft,
     sizes: Sequence[int],
     map_of: Callable[[int], TokenMap],
     shape: DraftShape,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    config: EngineConfig,
-    *,
-    run_all: bool = False,
-    dynamic_rows: int = 0,
 ) -> list[SizeResult]:
-    """Predict the speed with each map, and run the best and its neighbours (or all) end to end beside plain decoding.
+    """Predict the speed with each map, and run the best and its neighbours end to end beside plain decoding.
 
-    sizes: ascending; the last one keeps all ids. map_of: returns the map of a size. dynamic_rows: two further modes,
-    the best map with so many rows, and a static map whose drafting takes as long.
-    Raises `BenchError` for a head whose map cannot change.
+    sizes: ascending; the last one keeps all ids. map_of: returns the map of a size. Raises `BenchError` for a head
+    whose map cannot change.
     """
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    config = with_context(config, longest_prompt(target, prompts, sampling.max_tokens), sampling.max_tokens)
-    trials = SizeTrials(target, open_draft, shape, prompts, sampling, config)
+    trials = SizeTrials(trial.with_room(), open_draft, shape)
     maps = [map_of(size) for size in sizes]
-    results, texts = trials.predicted(maps)
+    results, _ = trials.predicted(maps)
     best = results.index(predicted_size(results))
-    run = range(len(maps)) if run_all else range(max(0, best - 1), min(len(maps), best + 2))
-    drafts = {results[at].name: trials.fitted(maps[at]) for at in run}
-    equal = dynamic = ""
-    if dynamic_rows:
-        dynamic, block = f"{results[best].name} + {dynamic_rows}", trials.fitted(maps[best], dynamic_rows)
-        _, rounds = trials.times([*map(trials.fitted, maps), block], texts)  # of the same moment
-        size = size_of_time(sizes, [one.draft_s for one in rounds[:-1]], rounds[-1].draft_s)
-        equal, static = f"{size} (equal time)", map_of(size)
-        modes = {dynamic: block, equal: trials.fitted(static)}
-        _, rounds = trials.times(list(modes.values()), texts)
-        for name, count, parts in zip(modes, (maps[best].size, static.size), rounds, strict=True):
-            results.append(SizeResult(name, count, None, parts.draft_s, parts.round_s, None, None))
-        drafts |= modes
-    figures = trials.run(drafts)
-    for at, one in enumerate(results):
-        if one.name in figures:
-            length, speed, speedup, _ = figures[one.name]
-            results[at] = replace(one, accept_length=length, tokens_per_s=speed, speedup=speedup)
-        if dynamic_rows and one.name == dynamic:
-            difference, interval = paired_difference(figures[dynamic][3], figures[equal][3])
-            results[at] = replace(results[at], over_equal_time=difference, interval=interval)
-    return results
+    run = range(max(0, best - 1), min(len(maps), best + 2))
+    return with_figures(results, trials.run({results[at].name: trials.fitted(maps[at]) for at in run}))
 
 
-def size_of_time(sizes: Sequence[int], seconds: Sequence[float], wanted: float) -> int:
-    """The size whose drafting takes `wanted` seconds, between the measured ones, in steps of STEP rows.
-
-    A size that was measured faster than a smaller one counts as that one."""
-    found = float(np.interp(wanted, np.maximum.accumulate(seconds), sizes))
-    return int(min(max(round(found / STEP) * STEP, sizes[0]), sizes[-1]))
-
-
-def paired_difference(ours: Counts, others: Counts) -> tuple[float, tuple[float, float] | None]:
-    """How much longer our accept_length is, and its 95 % interval over prompts; None with fewer than two prompts."""
-
-    def difference(*sums: Any) -> Any:
-        tokens, steps, other_tokens, other_steps = sums
-        return tokens / np.maximum(steps, 1) - other_tokens / np.maximum(other_steps, 1)
-
-    units = paired(ours, others)
-    interval = resampled_interval(units, difference) if len(units) > 1 else None
-    return float(difference(*np.sum(units, axis=0))) if units else 0.0, interval
+def with_figures(results: Sequence[SizeResult], run: Mapping[str, Sequence[Round]]) -> list[SizeResult]:
+    """The results with the figures of those that were run (`SizeTrials.run`)."""
+    speeds = {name: measured_figures(own).tokens_per_s for name, own in run.items()}
+    return [
+        replace(
+            one,
+            accept_length=accept_length_of(run[one.name]),
+            tokens_per_s=speeds[one.name],
+            speedup=speeds[one.name] / speeds[PLAIN],
+        )
+        if one.name in run
+        else one
+        for one in results
+    ]
 
 
 def predicted_size(results: Sequence[SizeResult]) -> SizeResult:

@@ -22,7 +22,7 @@ from toolkit.threads import cpu_flags, cpu_info
 from toolkit.weights import atomic_write, read_json
 
 RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "datasets")
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "safetensors", "datasets")
 
 
 class RecordError(ValueError):
@@ -155,13 +155,14 @@ def _file_name(text: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package and its main dependencies, without importing them.
+    """Return the versions of Python, this package, CUDA as PyTorch was built for it, and the main dependencies.
 
-    A package that is not installed has None.
+    A package that is not installed has None, CUDA in a build of PyTorch for CPUs.
     """
     return {
         "python": platform.python_version(),
         "toolkit": __version__,
+        "cuda": torch.version.cuda,
         **{name: _version(name) for name in PACKAGES},
     }
 

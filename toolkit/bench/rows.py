@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,7 @@ from toolkit.infer.verify.token_distribution import uniform
 from toolkit.targets.target import Target
 
 ALL = "all"
+HEAD_ALONE = f"{ADAPTIVE}, no lookup"  # the mode of adaptive drafting without lookup; its rows have "lookup": False
 Key = tuple[str, int]  # question_id, turn
 
 
@@ -37,11 +38,14 @@ def tabulate(
 ) -> dict[str, Any]:
     """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
-    adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured.
+    adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured. Where it has
+    lookup, rows of HEAD_ALONE follow if there are such rounds.
     """
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
-    modes = {} if adaptive is None else {ADAPTIVE: _shape_keys(adaptive) | {"shape": ADAPTIVE}}
-    modes |= {shape.name: _shape_keys(shape) for shape in shapes}
+    modes = {} if adaptive is None else {ADAPTIVE: shape_keys(adaptive) | {"shape": ADAPTIVE}}
+    if any(done.mode == HEAD_ALONE for done in rounds):
+        modes[HEAD_ALONE] = modes[ADAPTIVE] | {"lookup": False}
+    modes |= {shape.name: shape_keys(shape) for shape in shapes}
     rows, answers, divergences = [], [], []
     for mode, keys in modes.items():
         judged: dict[Key, Divergence | None] = {}
@@ -202,13 +206,19 @@ def _times(rounds: Iterable[Round]) -> list[dict[str, Any]]:
     return list(entries.values())
 
 
-def _shape_keys(shape: DraftShape) -> dict[str, Any]:
+def shape_keys(shape: DraftShape) -> dict[str, Any]:
+    """Return the keys that name a shape in a row."""
     return {
         "shape": "chain" if shape.is_chain else "tree",
         "num_steps": shape.num_steps,
         "top_k": shape.top_k,
         "num_draft_tokens": shape.num_draft_tokens,
     }
+
+
+def shape_text(row: Mapping[str, Any]) -> str:
+    """Return the shape of a row as an option has it: "4,4,16"."""
+    return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
 
 
 def _answers(rounds: Iterable[Round], mode: str, task: str = ALL) -> list[LoggedAnswer]:

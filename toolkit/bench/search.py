@@ -9,8 +9,7 @@ by measurement.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -18,27 +17,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from toolkit.bench.answers import Round, Sampling
+from toolkit.bench.answers import Round
 from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
-from toolkit.bench.engine_context import longest_prompt, with_context
+from toolkit.bench.engine_context import SideBySide, Trial
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
-from toolkit.targets.target import Target
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]
 FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}
 FINALISTS = 3  # shapes that are run end to end at each batch size
 CLOSE = 0.03  # difference of two settings that does not matter
-PASSES = 3  # over the prompts at most, until the difference of the best two is known
+PASSES = 3  # over the prompts at most; all but the first by the best two alone, until their difference is known
 
 
 @dataclass(frozen=True)
@@ -96,49 +91,46 @@ def finalists(settings: Sequence[Setting], objective: Objective) -> list[Setting
 
 
 def confirm(
-    target: Target,
-    draft: DraftCheckpoint,
+    trial: Trial,
     chosen: Sequence[Setting],
     times: StepTimes,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    config: EngineConfig,
     objective: Objective = "tokens-per-s",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Setting]:
     """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
 
     Adaptive drafting starts from the measured times and has lookup, as it will be served. Prompts are repeated until
-    every group of `times.batch` is full. All run again until the difference between the best two is known (told_apart),
-    at most PASSES times. on_progress(done, total): counts answers, of PASSES in total. Returns the settings with
+    every group of `times.batch` is full. The best two run again until their difference is known (told_apart), at most
+    PASSES times in all. on_progress(done, total): counts answers, PASSES passes in total. Returns the settings with
     measured figures.
     """
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    config = with_context(config, longest_prompt(target, prompts, sampling.max_tokens), sampling.max_tokens)
+    trial = trial.with_room()
     shapes = [one.shape for one in chosen if one.shape is not None]
     most = most_of(chosen)
-    with ExitStack() as engines:
-
-        def engine(draft: DraftCheckpoint | None, shape: DraftShape | None, adaptive: bool = False) -> Any:
-            own = replace(config, shape=None if shape is None else shape.as_text(), adaptive=adaptive)
-            return engines.enter_context(closing(build_engine(own, target, draft).engine))
-
-        learned = engine(draft, most, adaptive=True)
+    with SideBySide(trial.config, trial.target, 3) as engines:
+        learned = engines.open(trial.draft, most, adaptive=True)
         assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
         learned.drafter.start_from(arm_times(most, [times.to_json()], shapes))
-        speculative = engine(draft, shapes[0])
-        modes = [Mode(engine(None, None), None), Mode(learned, most, adaptive=True)]
+        speculative = engines.open(trial.draft, shapes[0])
+        modes = [Mode(engines.open(), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape) for shape in shapes]
-        full = full_groups(prompts, times.batch)
+        full = full_groups(trial.prompts, times.batch)
         rounds: list[Round] = []
+        turns = sum(len(prompt.turns) for prompt in full)
+        planned = turns * (len(modes) + 2 * (PASSES - 1))
+        playing = modes
         for left in range(PASSES, 0, -1):
             answered = sum(len(one.answers) for one in rounds)
-            show = None if on_progress is None else partial(_show, on_progress, answered, left)
-            warmup = 1 if left == PASSES else 0
+            show = None if on_progress is None else partial(_show, on_progress, answered, planned)
             rounds += run_side_by_side(
-                modes, target.tokenizer, full, sampling, batch=times.batch, warmup=warmup, on_progress=show
-            )
-            if told_apart(rounds, objective):
+                playing, trial.target.tokenizer, full, trial.sampling,
+                batch=times.batch, warmup=1 if left == PASSES else 0, on_progress=show,
+            )  # fmt: skip
+            if left == PASSES:
+                run = _by_mode(rounds)
+                best = sorted(run, key=lambda name: measured_figures(run[name]).score(objective))[-2:]
+                playing = [mode for mode in modes if mode.name in best]
+            if told_apart([one for one in rounds if one.mode in best], objective):
                 break
     settings = {one.shape.name: one for one in chosen if one.shape is not None}
     plain = Setting(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
@@ -154,9 +146,9 @@ def confirm(
     ]
 
 
-def _show(on_progress: Callable[[int, int], None], before: int, passes: int, done: int, total: int) -> None:
-    """Shows answers of a pass among those of all: `before` in the earlier ones, `passes` times `total` from it on."""
-    on_progress(before + done, before + passes * total)
+def _show(on_progress: Progress, before: int, planned: int, done: int, total: int) -> None:
+    """Shows answers of a pass among those of all: `before` in the earlier ones."""
+    on_progress(before + done, planned)
 
 
 def full_groups(prompts: Sequence[Prompt], batch: int) -> list[Prompt]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.search import FIGURES, Objective
-from toolkit.bench.table import wide_console
+from toolkit.bench.table import new_table, wide_console
 from toolkit.infer.request.draft_tree import PLAIN
 
 SHOWN = 6  # settings of each batch size that are printed
@@ -61,12 +60,8 @@ def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any], ob
 
 def _table(rows: list[dict[str, Any]], best: str, objective: Objective) -> Table:
     """The settings that were run and the best predictions, by the objective's figure."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting")
-    for title in ("accept_length", "draft ms", "verify ms", "round ms"):
-        table.add_column(title, justify="right")
-    for when in ("predicted", RUN[objective]):
-        table.add_column(f"{UNITS[objective]}\n{when}", justify="right")
+    figures = (f"{UNITS[objective]}\n{when}" for when in ("predicted", RUN[objective]))
+    table = new_table("setting", ("accept_length", "draft ms", "verify ms", "round ms", *figures))
     measured, predicted = (f"{when}_{FIGURES[objective]}" for when in ("measured", "predicted"))
     sign = -1 if objective == "tokens-per-s" else 1
     run = sorted((row for row in rows if row[measured] is not None), key=lambda row: sign * row[measured])

@@ -1,35 +1,36 @@
 """Seconds of a decoding round by draft shape and batch size, measured on a live batch.
 
-The rounds of all shapes alternate with plain rounds, so that a change in the machine's load reaches all alike. A round
-has two parts, and not every shape is run:
+Shapes and plain decoding take turns of some rounds, so that a change in the machine's load reaches all alike. The first
+round of a turn is not timed: rounds depend on the one before (demo target on a CPU: a plain round takes 11.0 ms
+after a plain one, 12.3 ms after a deep draft). A round has two parts, and not every shape is run:
 
-    round = drafting, by (num_steps, top_k)  +  the rest, by the number of verified nodes (chains and trees apart)
+    round = drafting, by (num_steps, top_k)  +  the rest, by the number of verified nodes
+
+Chains and trees are apart, and shapes of one step: after a longer draft the target's forward is slower on a CPU
+(6 nodes: 12.3 ms after one step, 13.6 ms after two).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import median
 from typing import Any
 
-from toolkit.bench.answers import Sampling
-from toolkit.bench.engine_context import with_context
-from toolkit.bench.side_by_side import rotated
+from toolkit.bench.engine_context import SideBySide, Trial, with_context, with_eager_rounds
+from toolkit.bench.side_by_side import Progress, rotated
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.targets.target import Target
 
-ROUNDS = 7  # timed rounds of a shape; one more round before them is not timed
-DRAFT_ROUNDS = 15  # the same of a draft, where small differences decide
+TURNS, DRAFT_TURNS = 3, 6  # turns of a shape; of a draft, where small differences decide. One more is not timed
+TURN_ROUNDS = 3  # timed rounds of a turn, after one that is not timed
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
@@ -50,14 +51,13 @@ class Parts:
 class StepTimes:
     """Times at one batch size. prefill_s: seconds to read a prompt, by plain and by drafting engine, mean a prompt.
 
-    plain: its draft_s is 0. drafts: by (num_steps, top_k). verifies: by (is_chain, num_draft_tokens): verification and
-    all else.
+    plain: its draft_s is 0. drafts: by (num_steps, top_k). verifies: by `verified`: verification and all else.
     """
 
     batch: int
     plain: Parts
     drafts: Mapping[tuple[int, int], float]
-    verifies: Mapping[tuple[bool, int], tuple[float, float]]
+    verifies: Mapping[str, tuple[float, float]]
     prefill_s: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -66,65 +66,56 @@ class StepTimes:
             "batch": self.batch,
             "plain_s": self.plain.verify_s,
             "drafts": {f"{steps},{top_k}": seconds for (steps, top_k), seconds in self.drafts.items()},
-            "verifies": {
-                f"{'chain' if chain else 'tree'},{nodes}": verify
-                for (chain, nodes), (verify, _) in self.verifies.items()
-            },
+            "verifies": {key: verify for key, (verify, _) in self.verifies.items()},
         }
 
     def parts(self, shape: DraftShape | None) -> Parts:
         """The parts of a round with this shape; None: a plain round. Raises KeyError for parts that did not run."""
         if shape is None:
             return self.plain
-        verify, other = self.verifies[shape.is_chain, shape.num_draft_tokens]
+        verify, other = self.verifies[verified(shape)]
         return Parts(self.drafts[shape.num_steps, shape.top_k], max(verify, self.plain.verify_s), other)
 
 
 def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns a small part of the shapes that contains every (num_steps, top_k) and every number of nodes."""
+    """Returns a small part of the shapes that contains every (num_steps, top_k) and every kind of verification."""
     chosen: list[DraftShape] = []
-    nodes: dict[tuple[bool, int], int] = {}
+    nodes: dict[str, int] = {}
     by_drafting: dict[tuple[int, int], list[DraftShape]] = {}
     for shape in shapes:
         by_drafting.setdefault((shape.num_steps, shape.top_k), []).append(shape)
-        nodes.setdefault((shape.is_chain, shape.num_draft_tokens), 0)
+        nodes.setdefault(verified(shape), 0)
     for alike in by_drafting.values():  # the node count that was taken least
-        shape = min(alike, key=lambda one: nodes[one.is_chain, one.num_draft_tokens])
-        nodes[shape.is_chain, shape.num_draft_tokens] += 1
+        shape = min(alike, key=lambda one: nodes[verified(one)])
+        nodes[verified(shape)] += 1
         chosen.append(shape)
     for shape in shapes:
-        if not nodes[shape.is_chain, shape.num_draft_tokens]:
-            nodes[shape.is_chain, shape.num_draft_tokens] = 1
+        if not nodes[verified(shape)]:
+            nodes[verified(shape)] = 1
             chosen.append(shape)
     return chosen
 
 
 def measure_step_times(
-    target: Target,
-    draft: Draft,
-    shapes: Sequence[DraftShape],
-    prompts: Sequence[Sequence[int]],
-    config: EngineConfig,
-    sampling: Sampling,
-    on_progress: Callable[[int, int], None] | None = None,
+    trial: Trial, shapes: Sequence[DraftShape], texts: Sequence[Sequence[int]], on_progress: Progress | None = None
 ) -> StepTimes:
-    """Times rounds of `config.max_running_requests` requests, with plain rounds between them.
+    """Times rounds of full batches, with plain rounds between them.
 
-    prompts: ids; they are used in turn. sampling: of the answers; after max_tokens the next prompt takes a row, so that
-    contexts are as long as those of the answers. on_progress(done, total): counts rounds.
+    texts: ids of prompts, in place of the trial's; they are used in turn. After `max_tokens` of an answer the next one
+    takes its row, so that contexts are as long as those of the answers. on_progress(done, total): counts rounds.
     """
     chosen = covering_shapes(shapes)
-    with _batches(target, [None, draft], DraftShape.covering(chosen), prompts, config, sampling) as (plain, drafting):
+    with _batches(trial, [None, trial.draft], DraftShape.covering(chosen), texts) as (plain, drafting):
         modes = [(plain, None), *((drafting, shape) for shape in chosen)]
-        plain_rounds, *found_rounds = _in_turns(modes, ROUNDS, on_progress)
+        plain_rounds, *found_rounds = _in_turns(modes, TURNS, on_progress)
     rounds = dict(zip(chosen, found_rounds, strict=True))
     drafts: dict[tuple[int, int], list[Parts]] = {}
-    verifies: dict[tuple[bool, int], list[Parts]] = {}
+    verifies: dict[str, list[Parts]] = {}
     for shape, parts in rounds.items():
         drafts.setdefault((shape.num_steps, shape.top_k), []).extend(parts)
-        verifies.setdefault((shape.is_chain, shape.num_draft_tokens), []).extend(parts)
+        verifies.setdefault(verified(shape), []).extend(parts)
     return StepTimes(
-        config.max_running_requests,
+        trial.batch,
         replace(_median(plain_rounds), draft_s=0.0),
         {key: _median(found).draft_s for key, found in drafts.items()},
         {key: (_median(found).verify_s, _median(found).other_s) for key, found in verifies.items()},
@@ -133,61 +124,55 @@ def measure_step_times(
 
 
 def measure_draft_times(
-    target: Target,
-    drafts: Sequence[Draft],
-    shape: DraftShape,
-    prompts: Sequence[Sequence[int]],
-    config: EngineConfig,
-    sampling: Sampling,
+    trial: Trial, drafts: Sequence[Draft], shape: DraftShape, texts: Sequence[Sequence[int]]
 ) -> tuple[Parts, list[Parts]]:
     """Times rounds of one shape with each of the drafts, all in turns with plain rounds.
 
     Returns a plain round and one of each draft. They verify the same number of nodes, so their verification is the
     median over all of them. Other arguments as those of `measure_step_times`."""
-    with _batches(target, [None, *drafts], shape, prompts, config, sampling) as (plain, *drafting):
-        plain_rounds, *rounds = _in_turns([(plain, None), *((one, shape) for one in drafting)], DRAFT_ROUNDS)
+    with _batches(trial, [None, *drafts], shape, texts) as (plain, *drafting):
+        plain_rounds, *rounds = _in_turns([(plain, None), *((one, shape) for one in drafting)], DRAFT_TURNS)
     verify_s = _median([one for own in rounds for one in own]).verify_s
     return replace(_median(plain_rounds), draft_s=0.0), [replace(_median(own), verify_s=verify_s) for own in rounds]
 
 
 @contextmanager
 def _batches(
-    target: Target,
-    drafts: Sequence[Draft | None],
-    shape: DraftShape,
-    prompts: Sequence[Sequence[int]],
-    config: EngineConfig,
-    sampling: Sampling,
+    trial: Trial, drafts: Sequence[Draft | None], shape: DraftShape, texts: Sequence[Sequence[int]]
 ) -> Iterator[list[_Batch]]:
     """Yields a full batch in an engine for each draft; None: a plain engine. shape: the largest one."""
+    sampling = trial.sampling
     params = SamplingParams(
         sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
     )
-    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    config = with_context(config, max(map(len, prompts)), params.max_tokens)
-    with ExitStack() as engines:
-        found = []
-        for draft in drafts:
-            own = config if draft is None else replace(config, shape=shape.as_text())
-            engine = engines.enter_context(closing(build_engine(own, target, draft).engine))
-            found.append(_Batch(engine, prompts, params))
-        yield found
+    config = with_eager_rounds(
+        replace(trial.config, verify="target"), trial.target
+    )  # a graph has no times of its parts
+    config = with_context(config, max(map(len, texts)), params.max_tokens)
+    with SideBySide(config, trial.target, len(drafts)) as engines:
+        yield [_Batch(engines.open(draft, shape), texts, params) for draft in drafts]
 
 
 def _in_turns(
-    modes: Sequence[tuple[_Batch, DraftShape | None]], count: int, on_progress: Callable[[int, int], None] | None = None
+    modes: Sequence[tuple[_Batch, DraftShape | None]], turns: int, on_progress: Progress | None = None
 ) -> list[list[Parts]]:
-    """Runs `count` rounds of each mode, and one more that is not timed. Every turn starts with the next mode."""
+    """Gives each mode a round, and then `turns` turns of which all rounds but the first are timed."""
     found: list[list[Parts]] = [[] for _ in modes]
-    for turn in range(count + 1):
-        for place, at in enumerate(rotated(range(len(modes)), turn), start=1):
+    done = 0
+    for turn in range(turns + 1):
+        for at in rotated(range(len(modes)), turn):
             batch, shape = modes[at]
-            one = batch.round(shape)
-            if turn:
-                found[at].append(one)
+            rounds = [batch.round(shape) for _ in range(1 + (TURN_ROUNDS if turn else 0))]
+            found[at] += rounds[1:]
+            done += len(rounds)
             if on_progress is not None:
-                on_progress(turn * len(modes) + place, (count + 1) * len(modes))
+                on_progress(done, rounds_of(len(modes), turns))
     return found
+
+
+def rounds_of(modes: int, turns: int = TURNS) -> int:
+    """Returns how many rounds are run for so many shapes, plain decoding among them."""
+    return modes * (1 + turns * (1 + TURN_ROUNDS))
 
 
 def _median(parts: Sequence[Parts]) -> Parts:

@@ -9,25 +9,22 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import Surface
 from toolkit.bench.records import make_record
-from toolkit.bench.table import wide_console
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.targets.target import Target
+from toolkit.bench.rows import shape_keys, shape_text
+from toolkit.bench.table import new_table, wide_console
 from toolkit.weights import atomic_write
 
 Row = Mapping[str, Any]
 
 
-def forecast_record(
-    surface: Surface, target: Target, draft: DraftCheckpoint, settings: Mapping[str, Any], command: str
-) -> dict[str, Any]:
+def forecast_record(surface: Surface, trial: Trial, settings: Mapping[str, Any], command: str) -> dict[str, Any]:
     """Make the record of a forecast: a row for every shape of the surface."""
     prompts = len({one.question.prompt.question_id for one in surface.references})
     rows = []
@@ -35,10 +32,7 @@ def forecast_record(
         found = surface.forecast(shape)
         rows.append(
             {
-                "shape": "chain" if shape.is_chain else "tree",
-                "num_steps": shape.num_steps,
-                "top_k": shape.top_k,
-                "num_draft_tokens": shape.num_draft_tokens,
+                **shape_keys(shape),
                 "temperature": settings["temperature"],
                 "prompts": prompts,
                 "verify_steps": found.verify_steps,
@@ -52,8 +46,8 @@ def forecast_record(
         command,
         settings,
         rows,
-        target=describe_target(target),
-        draft=describe_draft(draft),
+        target=describe_target(trial.target),
+        draft=describe_draft(trial.draft),
         answers=len(surface.references),
     )
 
@@ -86,13 +80,9 @@ def print_surface(record: Row, console: Console | None = None) -> None:
     if best["interval"] is not None:
         low, high = best["interval"]
         console.print(
-            f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; `toolkit "
-            "search` measures which shape is the fastest"
+            f"largest: {shape_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; "
+            "`toolkit search` measures which shape is the fastest"
         )
-
-
-def _text(row: Row) -> str:
-    return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
 
 
 def _by_width(rows: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
@@ -105,10 +95,7 @@ def _length(row: Row | None) -> str:
 
 
 def _chains(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("levels")
-    for row in rows:
-        table.add_column(str(row["num_steps"]), justify="right")
+    table = new_table("levels", [str(row["num_steps"]) for row in rows])
     table.add_row("accept_length", *map(_length, rows))
     rates = rows[-1]["accept_rate"]
     cells = ["-" if rate is None else f"{100 * rate:.0f} %" for rate in rates]
@@ -119,10 +106,7 @@ def _chains(rows: Sequence[Row]) -> Table:
 def _trees(rows: Sequence[Row]) -> Table:
     by_place = {(row["num_steps"], row["num_draft_tokens"]): row for row in rows}
     nodes, steps = sorted({one for _, one in by_place}), sorted({one for one, _ in by_place})
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", justify="right")
-    for count in nodes:
-        table.add_column(str(count), justify="right")
+    table = new_table("", map(str, nodes))
     for depth in steps:
         table.add_row(str(depth), *(_length(by_place.get((depth, count))) for count in nodes))
     return table

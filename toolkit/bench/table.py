@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.text import Text
 from toolkit.bench.definitions import OTHERS, RATE
 from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.records import RecordError
-from toolkit.bench.rows import ALL, best_row, headline_row, is_faster, is_slower
+from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, headline_row, is_faster, is_slower, shape_text
 from toolkit.infer.request.draft_tree import ADAPTIVE
 
 WIDTH_WITHOUT_TERMINAL = 122
@@ -54,6 +54,15 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL)
 
 
+def new_table(first: str, columns: Iterable[str], left: Container[str] = ()) -> Table:
+    """Return a table with a first column of names. Other columns are flush right, except those in `left`."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
+
+
 def print_definitions(record: dict[str, Any], console: Console | None = None) -> None:
     """Print the accept_length of each setting as other projects would count it, and how they count.
 
@@ -64,10 +73,7 @@ def print_definitions(record: dict[str, Any], console: Console | None = None) ->
         raise RecordError("the record does not have the accept lengths of other definitions; measure again")
     console = console or wide_console()
     console.print(Text(f"accept_length by definition{forced_text(record, ', ')}", style="bold"))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("draft", no_wrap=True)
-    for name in ("ours", *(column for column, _ in OTHERS.values())):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table("draft", ("ours", *(column for column, _ in OTHERS.values())))
     for row in rows:
         others = row["other_definitions"]
         texts = [share_text(others[key]) if key == RATE else decimal(others[key]) for key in OTHERS]
@@ -162,8 +168,9 @@ def outcome_line(record: dict[str, Any]) -> str:
         others = "a trained head" if headline["method"] == "ngram" else "n-gram lookup (--draft ngram), longer training"
         return f"{first} No setting is faster than plain decoding here. What may help: {others}, or another machine."
     if round(best["speedup"], 2) > round(headline["speedup"], 2):
-        shape = f"{best['num_steps']},{best['top_k']},{best['num_draft_tokens']}"
-        other = f"Drafting a {shape_name(best)} in every step (--shape {shape})"
+        other = f"Drafting a {shape_name(best)} in every step (--shape {shape_text(best)})"
+        if mode_name(best) == HEAD_ALONE:
+            other = "Adaptive drafting by the head alone (--no-lookup)"
         return f"{first} {other} is faster here: {best['speedup']:.2f}x."
     return first
 
@@ -175,9 +182,15 @@ def forced_text(record: dict[str, Any], lead: str = "") -> str:
 
 
 def shape_name(row: dict[str, Any]) -> str:
-    """Return "adaptive", "chain 4" or "tree 4x4/16", like `Mode.name`; with " (forced)" if acceptance was."""
-    forced = "" if row.get("forced_accept_length") is None else " (forced)"
-    return ADAPTIVE if row["shape"] == ADAPTIVE else fixed_name(row) + forced
+    """Return the row's `mode_name`, with " (forced)" if acceptance was."""
+    return mode_name(row) + ("" if row.get("forced_accept_length") is None else " (forced)")
+
+
+def mode_name(row: dict[str, Any]) -> str:
+    """Return "adaptive", "adaptive, no lookup", "chain 4" or "tree 4x4/16", as `Mode.name`."""
+    if row["shape"] == ADAPTIVE:
+        return HEAD_ALONE if row.get("lookup") is False else ADAPTIVE
+    return fixed_name(row)
 
 
 def fixed_name(row: dict[str, Any]) -> str:
@@ -240,10 +253,7 @@ def times(speedup: float | None) -> str:
 def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[str, Any] | None, width: int) -> Table:
     """best: the row to mark; None for tasks. Below WIDE columns only the most important columns are shown."""
     cells: dict[str, list[str]] = {name: [] for name in COLUMNS if width >= WIDE or name in NARROW}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in cells:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+    table = new_table(first, cells, LEFT)
     if best is not None and best["plain_tokens_per_s"] is not None:
         plain = {SPEED: decimal(best["plain_tokens_per_s"], 1)}
         table.add_row("plain decoding", *(plain.get(name, NONE) for name in cells))

@@ -23,7 +23,8 @@ TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "toolkit eagle_config speculators_config verifier transformer_layer_config rope_parameters rope_scaling "
      "full_attention"),
     ("a whole number from 1", lambda value: _whole(value, 1),
-     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size"),
+     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size "
+     "block_size markov_rank"),
     ("a whole number", _whole,
      "num_hidden_layers draft_vocab_size max_position_embeddings sliding_window num_mtp_layers"),
     ("a number", _number, "rms_norm_eps rope_theta factor"),

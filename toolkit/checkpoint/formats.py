@@ -47,6 +47,7 @@ FORMATS = {
         EAGLE2,
         "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
     ),
+    "block": Formats(why_not="no other engine reads this form of a block drafter"),
     "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }
 

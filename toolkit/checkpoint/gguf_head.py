@@ -25,7 +25,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.errors import DraftDirError, ExportError
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
-from toolkit.errors import TargetError
+from toolkit.errors import TargetError, optional_package
 from toolkit.heads.rope import Rope
 from toolkit.targets.gguf_file import open_gguf
 from toolkit.targets.gguf_vocabulary import Vocabulary
@@ -84,7 +84,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
 
     Raises `ExportError` for a rope that llama.cpp cannot be told.
     """
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     for key, name in NUMBERS.items():
@@ -204,7 +204,7 @@ def _rounded(
 
 
 def _tensor(tensor: Any, path: Path) -> Tensor:
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     types, data = gguf.GGMLQuantizationType, np.array(tensor.data)
     if tensor.tensor_type == types.BF16:

@@ -19,6 +19,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.stitch_native import head_family, new_folder, published_tensors, trained_steps
+from toolkit.errors import optional_package
 from toolkit.heads.mtp import MtpConfig
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import open_gguf
@@ -87,7 +88,7 @@ def stitch_gguf(draft: DraftCheckpoint, facts: TargetFacts, out: Path, shape: Sh
 
 def _module(source: Any, tensors: dict[str, Tensor], n_blocks: int) -> dict[str, tuple[np.ndarray, Any]]:
     """The module's tensors by their GGUF names, with their types; the experts of a layer are one tensor."""
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     types = gguf.GGMLQuantizationType
     before = {tensor.name: tensor.tensor_type for tensor in source.tensors}
@@ -104,7 +105,7 @@ def _module(source: Any, tensors: dict[str, Tensor], n_blocks: int) -> dict[str,
 
 
 def _write(source: Any, out: Path, module: dict[str, tuple[np.ndarray, Any]], numbers: dict[str, int]) -> None:
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     writer = gguf.GGUFWriter(out, ARCHITECTURE)
     writer.data_alignment = int(source.alignment)

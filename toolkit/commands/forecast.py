@@ -62,16 +62,14 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"{flag_of(given[0])} is for answers that are written here; --rollouts has its answers")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
-    from toolkit.pipeline.forecast import forecast_head
+    from toolkit.pipeline.forecast import forecast_head, largest_shapes
 
     with errors_with_flags():
         paths = forecast_head(
             engine_config(args, max_running_requests=BATCH),
             wanted,
             args.seed,
-            top_ks=args.top_k,
-            num_steps=args.num_steps,
-            num_draft_tokens=args.num_draft_tokens,
+            largest_shapes(args.top_k, args.num_steps, args.num_draft_tokens),
             rollouts=args.rollouts,
             out=args.out,
         )

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     head.add_argument(
         "--head",
-        choices=tuple(HEAD_KINDS),
+        choices=tuple(name for name, kind in HEAD_KINDS.items() if not kind.block),
         help="without --draft: assume a head of this kind and of usual size; mtp: the target's own layers",
     )
     head.add_argument(

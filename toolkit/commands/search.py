@@ -73,25 +73,15 @@ def run(args: argparse.Namespace) -> int:
     gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
+    from toolkit.pipeline.forecast import largest_shapes
     from toolkit.pipeline.search import search_elsewhere, search_head
 
-    sizes = {"top_ks": args.top_k, "num_steps": args.num_steps, "num_draft_tokens": args.num_draft_tokens}
-    batches = sorted(set(args.batch))
-    if args.engine is not None:
-        with errors_with_flags():
-            config = engine_config(args)
-            print(search_elsewhere(config, wanted, args.seed, args.engine, gpu, batches, steps, **sizes))
-        return 0
+    top_ks, batches = args.top_k or ([1] if args.engine == "vllm" else None), sorted(set(args.batch))
     with errors_with_flags():
-        paths = search_head(
-            engine_config(args),
-            wanted,
-            args.seed,
-            batches=batches,
-            objective=args.objective,
-            out=args.out,
-            **sizes,
-        )
-    for path in paths:
-        print(path)
+        largest = largest_shapes(top_ks, args.num_steps, args.num_draft_tokens)
+        config, seed = engine_config(args), args.seed
+        if args.engine is None:
+            print(*search_head(config, wanted, seed, largest, batches, args.objective, args.out), sep="\n")
+        else:
+            print(search_elsewhere(config, wanted, seed, args.engine, gpu, largest, batches, steps))
     return 0

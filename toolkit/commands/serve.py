@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from toolkit.commands.model_arguments import add_engine_arguments, describe, load_from, short_name
+from toolkit.commands.config_file import add_config_argument, parse_with_file
+from toolkit.commands.engine_aliases import add_alias_arguments, check_draft_kind
+from toolkit.commands.model_arguments import (
+    add_engine_arguments,
+    describe,
+    engine_config,
+    errors_with_flags,
+    flag_of,
+    load_from,
+    short_name,
+)
+from toolkit.commands.server_arguments import add_server_arguments, server_settings
+from toolkit.infer.load.config import NATIVE, NGRAM, NONE, EngineConfig
+from toolkit.infer.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
+from toolkit.infer.server.server_settings import ServerSettingsError
+from toolkit.log import get_logger, give_up_full_streams
 
 if TYPE_CHECKING:
     from toolkit.infer.load.load_engine import LoadedEngine
-    from toolkit.infer.server.request_params import DefaultSampling
+    from toolkit.infer.server.completions import Served
+
+logger = get_logger(__name__)
 
 HELP = "serve a target with its draft head over OpenAI's HTTP API"
 
 
+WARM_UP = "The quick brown fox jumps over the lazy dog."
+CHECKED = ("target", "revision", "token_map", "quantization", "device")  # options of `toolkit check`
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_argument(parser)
     add_engine_arguments(parser.add_argument_group("engine"))
     group = parser.add_argument_group("server")
     group.add_argument(
@@ -27,21 +53,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
     )
+    group.add_argument(
+        "--log-interval",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="log running requests, accept_length and tokens per second every S seconds in which something ran "
+        "(default: 10; 0: never)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("auto", *TOOL_CALL_PARSERS, "none"),
+        default="auto",
+        help="how the target writes tool calls (default: auto, by its chat template; none: `tools` are refused)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=("auto", *REASONING_PARSERS, "none"),
+        default="auto",
+        help="how the target marks its reasoning, which becomes `reasoning_content` in chats (default: auto, by its "
+        "chat template; none: it stays in the content)",
+    )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="run `toolkit check` on the head first, if there is one, and do not start if it fails",
+    )
+    add_server_arguments(group)
+    add_alias_arguments(parser.add_argument_group("names of SGLang and vLLM for the same"))
     parser.epilog = (
         "Requests that name no temperature, top_p or top_k get those of the target's generation config, else "
         "OpenAI's 1.0, 1.0 and no top_k (as vLLM and SGLang do). Send temperature 0 for greedy answers."
     )
 
 
+def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line: names of other servers, and a file of flags."""
+    return parse_with_file(parser, line)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C or SIGTERM."""
     from toolkit.infer.load.load_engine import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.request_params import DefaultSampling, default_temperature
 
+    if not 0 <= args.log_interval < math.inf:
+        raise ServerSettingsError(
+            f"--log-interval is {args.log_interval:g}; 0 (never) or a number of seconds is needed"
+        )
+    settings = server_settings(args)
     listener = listen(args.host, args.port)  # before the model is loaded: a port in use is reported at once
     with listener:
+        if args.check and (status := check_first(args)):
+            logger.error("the server does not start, as `toolkit check` failed")
+            return status
         loaded = load_from(args, default_temperature)
         defaults = DefaultSampling.of(loaded.target)
         served = Served(
@@ -52,29 +119,70 @@ def run(args: argparse.Namespace) -> int:
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
             defaults=defaults,
+            log_interval_s=args.log_interval,
+            parsers=Parsers.of(loaded.target.tokenizer, args.tool_call_parser, args.reasoning_parser),
         )
         port = listener.getsockname()[1]
-        text = announcement(loaded, served.model_name, args.host, port, defaults)
+        text = announcement(loaded, served, args.host, port)
+        warm_up_ids = loaded.target.tokenizer(WARM_UP)["input_ids"][: loaded.engine.context_length - 1]
+        settings = replace(settings, warm_up_ids=warm_up_ids)
         with interrupted_by_loss(loaded):
-            serve_forever(build_app(served), listener, on_ready=lambda: print(text, flush=True))
-    print("the server has ended", file=sys.stderr)
+            check_draft_kind(args, None if loaded.draft is None else loaded.draft.kind)
+            serve_forever(build_app(served, settings), listener, on_ready=lambda: announce(text))
+    logger.info("the server has ended")
+    give_up_full_streams()
     return 0
 
 
-def announcement(loaded: LoadedEngine, model_name: str, host: str, port: int, defaults: DefaultSampling) -> str:
-    """The text printed when the server is ready: address, model, draft shape, and a command to try."""
+def check_first(args: argparse.Namespace) -> int:
+    """Run `toolkit check` in a process of its own, whose memory is free afterwards. Returns its status.
+
+    A server without a head has nothing to check: 0."""
+    draft = served_head(engine_config(args))
+    if draft is None:
+        logger.info("--check: no head is served, so there is none to check")
+        return 0
+    given = [("draft", draft), *((name, getattr(args, name)) for name in CHECKED if hasattr(args, name))]
+    options = [word for name, value in given for word in (flag_of(name), str(value))]
+    return subprocess.run([sys.executable, "-m", "toolkit", "check", *options]).returncode
+
+
+def served_head(config: EngineConfig) -> str | None:
+    """The head that would be served, as `toolkit check` calls it; None: none is. Raises ConfigError."""
+    from toolkit.infer.load.load_draft import find_module, target_source
+
+    if config.draft is not None and not config.no_draft:
+        return None if str(config.draft) in (NGRAM, NONE) else str(config.draft)
+    if config.no_draft or config.target is None:  # without both options loading says what is missing
+        return None
+    with errors_with_flags():
+        return None if find_module(config, target_source(config, None)) is None else NATIVE
+
+
+def announce(text: str) -> None:
+    """Print that the server is ready. That nobody can read it must not end the server."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        logger.warning("nothing can be written to the standard output: %s", error)
+
+
+def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> str:
+    """The text printed when the server is ready: address, model, draft shape, parsers, and a command to try."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
     messages = [{"role": "user", "content": "Name three rivers."}]
-    body = {"model": model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
+    body = {"model": served.model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
     curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     target = loaded.target
     return (
         f"ready at {address}\n"
-        f"  model     {model_name} ({target.precision}; on {target.device}, "
+        f"  model     {served.model_name} ({target.precision}; on {target.device}, "
         f"context {loaded.engine.context_length} tokens)\n"
         f"  draft     {describe(loaded)}\n"
-        f"  sampling  {defaults.text} unless a request says otherwise\n"
+        f"  sampling  {served.defaults.text} unless a request says otherwise\n"
+        f"  parsers   tool calls {served.parsers.calls or 'none'}, reasoning {served.parsers.reasoning or 'none'}\n"
+        f"  status    {address.removesuffix('v1')} in a browser\n"
         f"try it:\n  {curl}\n"
         "Ctrl-C ends the server."
     )

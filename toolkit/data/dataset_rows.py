@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import optional_package
 from toolkit.jsonl import GZIP_ERRORS, DataError
 from toolkit.weights import sha256_json
 
@@ -39,7 +40,7 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
 
     A folder that `save_to_disk` wrote is always loaded as a `Dataset`. Raises `DataError` with source and split.
     """
-    import datasets  # takes seconds to import, and only this source needs it
+    datasets = optional_package("datasets", source)  # takes seconds to import
 
     (name, config), split = _name_and_config(source), source.removeprefix(HUB).partition(":")[2] or "train"
     try:
@@ -83,7 +84,7 @@ def dataset_shards(source: str) -> tuple[int, str]:
 
     Raises `DataError` as `load_rows`.
     """
-    import datasets
+    datasets = optional_package("datasets", source)
 
     name, config = _name_and_config(source)
     rows = _opened(source)

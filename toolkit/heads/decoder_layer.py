@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.rope import rotate
+from toolkit.heads.layer_ops import layer_ops
 
 # q [T, heads, hd], k and v [T, kv_heads, hd], q and k rotated -> [T, heads, hd]. The attention applies the scale
 # 1/sqrt(hd). Values may be narrower than keys; so is then the result. Called once per attention layer of a pass, in
@@ -57,7 +56,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+        q, k = layer_ops().rotate(q, k, cos, sin)
+        return self.o_proj(attend(q, k, v).flatten(-2))
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, rotated, and values [T, kv_heads, hd] of positions without a query; x [T, input_size]."""
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        k = self.k_norm(k) if self.qk_norm else k
+        return layer_ops().rotate(k, k, cos, sin)[1], v
 
 
 class GatedMLP(nn.Module):
@@ -70,7 +76,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(layer_ops().gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class AttendingLayer(nn.Module):

@@ -61,6 +61,9 @@ class WarmStart:
     of position i and the embedding of token i+1 to the target's state at i+1 (see `HeadConfig.regressed_layer`).
     solved_reads: (embeddings [P, H], features [P, W]) -> the input of `solved`. repeats: layers that start as a copy of
     the first of `copies` after the regression.
+    query, masks: of a block drafter. `query` reads the embedding of token i+1; the sum of its output and of the last H
+    rows of `solved` is solved as above, the first H rows to the target's state at i. The embeddings `masks` start as
+    the mean over the texts.
     """
 
     copies: Sequence[LayerCopy]
@@ -68,6 +71,13 @@ class WarmStart:
     solved: nn.Linear
     solved_reads: Callable[[Tensor, Tensor], Tensor]
     repeats: Sequence[nn.Module] = ()
+    query: nn.Linear | None = None
+    masks: nn.Embedding | None = None
+
+    @property
+    def columns(self) -> int:
+        """Inputs of the regression."""
+        return self.solved.in_features + (0 if self.query is None else self.query.in_features)
 
 
 class DraftHead(nn.Module, ABC):

@@ -111,6 +111,12 @@ class HeadConfig(ABC):
         return 1
 
     @property
+    def drafts_at_once(self) -> int:
+        """Tokens that one pass drafts. Above 0 the head is a block drafter (`heads/block.py`), else it drafts a token
+        a pass."""
+        return 0
+
+    @property
     @abstractmethod
     def layers(self) -> int:
         """Number of attention layers of a stage."""
@@ -148,6 +154,10 @@ class HeadConfig(ABC):
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Self:
         """Config of a head with these settings for a target of this (text) configuration and `n_layers` layers."""
+
+    def for_steps(self, steps: int) -> Self:
+        """The configuration for a training that unrolls `steps` steps."""
+        return self
 
     @staticmethod
     def loss_weights(settings: UnrollSettings) -> tuple[float, float]:

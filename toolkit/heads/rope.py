@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 # In the other types the frequencies depend on the sequence length, so a table cannot hold them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -35,32 +35,24 @@ class Rope:
             source = LlamaRotaryEmbedding(config)
         self.inv_freq = source.inv_freq.float()
         self.scaling = float(source.attention_scaling)
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         # A CUDA graph reads the table of its capture by address, so old tables are kept. Sizes double, so all old
         # tables together are smaller than the newest.
-        self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outgrown: list[torch.Tensor] = []
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head_dim] for `positions` [T] on `like`'s device, in its dtype; positions < `reach`."""
-        cos, sin = self.tables(like, reach)
-        return cos[positions], sin[positions]
+        cos, sin = self._table(like, reach)[positions].chunk(2, dim=-1)
+        return cos, sin
 
-    def tables(self, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [S, 1, head_dim] of positions 0 .. S-1, S >= `reach`, on `like`'s device, in its dtype."""
+    def _table(self, like: torch.Tensor, reach: int) -> torch.Tensor:
+        """cos and sin side by side, [S, 1, 2 * head_dim], of positions 0 .. S-1, S >= `reach`."""
         key = (like.device, like.dtype)
-        if key not in self._tables or self._tables[key][0].shape[0] < reach:
+        if key not in self._tables or len(self._tables[key]) < reach:
             size = max(512, 1 << (reach - 1).bit_length())
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inv_freq.to("cpu"))
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
             if key in self._tables:
                 self._outgrown.append(self._tables[key])
-            self._tables[key] = (
-                (angles.cos() * self.scaling).to(*key),
-                (angles.sin() * self.scaling).to(*key),
-            )
+            self._tables[key] = (torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scaling).to(*key)
         return self._tables[key]
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotation to `x` [T, heads, head_dim]."""
-    return x * cos + rotate_half(x) * sin

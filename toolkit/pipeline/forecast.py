@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.bench.acceptance import describe_token_map
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import (
     NUM_DRAFT_TOKENS,
     NUM_STEPS,
@@ -38,32 +39,27 @@ def forecast_head(
     config: EngineConfig,
     wanted: BenchSettings,
     seed: int,
+    largest: Sequence[DraftShape],
     *,
-    top_ks: Sequence[int] | None = None,
-    num_steps: int | None = None,
-    num_draft_tokens: int | None = None,
     rollouts: Path | None = None,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
     """Forecast `config.draft`, and print the surface. Returns the paths of record and picture.
 
-    rollouts: a file whose answers are replayed; of `wanted` only `limit` is read then, and `seed` is not.
+    largest: by top_k, see `largest_shapes`. rollouts: a file whose answers are replayed; of `wanted` only `limit` is
+    read then, and `seed` is not.
     Raises `ConfigError` for n-gram lookup, `DraftShapeError`, `DraftDirError`, `TargetError`, `DataError`.
     """
-    largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
-    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit) if rollouts is None else []
-    target, draft = load_head(config)
-    largest = supported_shapes(target, draft, largest)
+    trial, largest = open_trial(config, wanted, seed, largest)
     answers: dict[str, Any]
     if rollouts is None:
-        sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
         with progress_bar("forecast", "answer") as show:
-            surface = forecast_surface(target, draft, prompts, largest, sampling, config, show)
-        answers = {"prompts": prompts_from(wanted), **asdict(sampling)}
+            surface = forecast_surface(trial, largest, show)
+        answers = {"prompts": prompts_from(wanted), **asdict(trial.sampling)}
     else:
-        references, temperature = rollout_answers(rollouts, target, wanted.limit)
+        references, temperature = rollout_answers(rollouts, trial.target, wanted.limit)
         with progress_bar("forecast", "answer") as show:
-            surface = replay_answers(target, draft, references, largest, config, show)
+            surface = replay_answers(trial, references, largest, show)
         longest = max(len(one.output_ids) for one in references)
         answers = {"rollouts": rollouts.name, "max_tokens": longest, "temperature": temperature}
     settings = {
@@ -72,9 +68,10 @@ def forecast_head(
         "token_map": describe_token_map(config),
         "dynamic_rows": config.dynamic_rows,
         "batch": config.max_running_requests,
+        "deterministic": config.deterministic,
         "torch_compile": config.torch_compile,
     }
-    record = forecast_record(surface, target, draft, settings, command_line())
+    record = forecast_record(surface, trial, settings, command_line())
     print_surface(record)
     out = out or Path("runs") / f"forecast-{machine_name(record['hardware'])}.json"
     write_record(out, record)
@@ -82,8 +79,20 @@ def forecast_head(
     return out, out.with_suffix(".png")
 
 
+def open_trial(
+    config: EngineConfig, wanted: BenchSettings, seed: int, largest: Sequence[DraftShape]
+) -> tuple[Trial, list[DraftShape]]:
+    """What is measured, with the models loaded, and the shapes of `largest` that these support.
+
+    Raises `DataError` and `DraftShapeError`, and as `load_head` does."""
+    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
+    target, draft = load_head(config)
+    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
+    return Trial(target, draft, prompts, sampling, config), supported_shapes(target, draft, largest)
+
+
 def largest_shapes(
-    top_ks: Sequence[int] | None = None, num_steps: int | None = None, num_draft_tokens: int | None = None
+    top_ks: Sequence[int] | None, num_steps: int | None, num_draft_tokens: int | None
 ) -> list[DraftShape]:
     """The largest shape of each top_k; None: the default. Raises `DraftShapeError`."""
     steps = NUM_STEPS if num_steps is None else num_steps

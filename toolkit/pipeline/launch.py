@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import MissingPackageError
 from toolkit.recipe import REPOSITORY
 from toolkit.recipe_fields import HeadName
 from toolkit.threads import physical_cores
@@ -55,6 +57,19 @@ def training_processes(asked: int | None, settings: TrainSettings) -> int:
     if asked is not None and asked < 1:
         raise LaunchError(f"the number of training processes is {asked}; at least 1 is needed")
     return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.data.global_batch % count == 0)
+
+
+def check_packages(settings: TrainSettings) -> None:
+    """Raise `MissingPackageError` for a package that training needs, before the stages that take days."""
+    tracking = settings.tracking
+    for package, needed_by, used in (
+        ("accelerate", "training", True),
+        ("deepspeed", "training", True),
+        ("wandb", "train.tracking.wandb: true", tracking.wandb),
+        ("tensorboard", "train.tracking.tensorboard: true", tracking.tensorboard),
+    ):
+        if used and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(package, needed_by)
 
 
 def training_line(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import Sampling
+from toolkit.bench.engine_context import Trial
 from toolkit.bench.map_size import SizeResult, best_size, measure_sizes, sizes_of
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record, write_record
@@ -52,10 +53,9 @@ def choose_size(counts: Counts, out: Path, name: str, target_name: str | None = 
     shape = measured_shape(draft, False, None, 1)
     # A head with its own matrix is read again for each size: packed weights cannot be changed.
     open_draft = (lambda: open_head(name)) if draft.head.config.own_vocabulary else (lambda: draft)
-    sampling = Sampling(TOKENS, 0.0, 0)
-    prompts = limited(builtin_prompts(), PROMPTS)
+    trial = Trial(target, draft, limited(builtin_prompts(), PROMPTS), Sampling(TOKENS, 0.0, 0), config)
     yield f"choosing the size for {name}: {len(sizes)} sizes, shape {shape.as_text()}"
-    results = measure_sizes(target, open_draft, sizes, map_of, shape, prompts, sampling, config)
+    results = measure_sizes(trial, open_draft, sizes, map_of, shape)
     chosen = best_size(results)
     write_map(counts, out, chosen.size, None)
     described = {"target": describe_target(target), "draft": describe_draft(draft)}

@@ -21,6 +21,7 @@ from toolkit.bench.table import (
     share_text,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
+from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
@@ -121,7 +122,12 @@ def measure_head(
 
 
 def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
-    prompts, shapes = prompts_and_shapes(wanted)
+    prompts, given = prompts_and_shapes(wanted)
+    shapes = drafted_shapes(draft, given)
+    if shapes != given:
+        shapes = list(dict.fromkeys([*shapes, default_shape(draft)]))  # all tokens of a block, too
+        left_out = ", ".join(one.as_text() for one in given if one not in shapes)
+        say(f"A {draft.kind} head drafts chains of at most {default_shape(draft).num_steps}: {left_out} is left out.")
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,

@@ -11,7 +11,8 @@ from toolkit.data.conversations import Conversation, read_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool
-from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.drafters.block_drafter import default_shape
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft, load_draft
 from toolkit.infer.load.load_engine import build_engine
@@ -85,11 +86,13 @@ def answer_prompts(
     if draft_dir is not None:
         draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
     config = EngineConfig(
-        shape=None if draft is None else DEFAULT_SHAPE.as_text(),
+        shape=None if draft is None else default_shape(draft).as_text(),
         verify="target",
+        deterministic=settings.deterministic,
         torch_compile=settings.torch_compile,
         max_running_requests=settings.max_running_requests,
         prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
+        disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
     )
     engine = build_engine(config, target, draft).engine
     keeping = nullcontext() if capture is None else capture(engine, conversations)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.pipeline.launch import training_processes
+from toolkit.pipeline.launch import check_packages, training_processes
 from toolkit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ class Run:
         prompts_and_shapes(self.recipe.bench)
 
     def check_processes(self) -> None:
-        """Raise `RecipeError` or `LaunchError` when this command trains in processes that cannot share a batch."""
+        """Raise `RecipeError` or `LaunchError` when this command trains in processes that cannot share a batch, and
+        `MissingPackageError` when it trains without the packages that training needs."""
         if self.trains:
+            check_packages(self.recipe.train)
             self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
 
     def load_target(self, use: Use) -> Target:

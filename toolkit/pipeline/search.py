@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from math import ceil
 from pathlib import Path
@@ -14,13 +14,12 @@ from typing import Any, Literal
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from toolkit.bench.acceptance import describe_draft, describe_target, describe_token_map
-from toolkit.bench.answers import Sampling
-from toolkit.bench.forecast import Surface, forecast_surface, shapes_of, supported_shapes
-from toolkit.bench.prompts import Prompt, limited
+from toolkit.bench.engine_context import Trial
+from toolkit.bench.forecast import Surface, forecast_surface, shapes_of
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
 from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
-from toolkit.bench.step_times import ROUNDS, covering_shapes, measure_step_times
+from toolkit.bench.step_times import covering_shapes, measure_step_times, rounds_of
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
@@ -28,9 +27,8 @@ from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
-from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
+from toolkit.pipeline.forecast import open_trial, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
-from toolkit.pipeline.run_target import prompts_and_shapes
 from toolkit.pipeline.search_uses import uses_of
 from toolkit.pipeline.stages import say
 from toolkit.plan.engine_settings import check_servable, settings_text
@@ -49,12 +47,9 @@ def search_head(
     config: EngineConfig,
     wanted: BenchSettings,
     seed: int,
-    *,
+    largest: Sequence[DraftShape],
     batches: Sequence[int],
     objective: Objective = "tokens-per-s",
-    top_ks: Sequence[int] | None = None,
-    num_steps: int | None = None,
-    num_draft_tokens: int | None = None,
     out: Path | None = None,
 ) -> list[Path]:
     """Search the settings of `config.draft` at each batch size, and print them. Returns the paths of what was written:
@@ -62,14 +57,11 @@ def search_head(
 
     Raises `ConfigError` for n-gram lookup, `DraftShapeError`, `DraftDirError`, `TargetError`, `DataError`.
     """
-    largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
-    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
-    target, draft = load_head(config)
+    trial, largest = open_trial(config, wanted, seed, largest)
+    draft, target = trial.draft, trial.target
     earlier = draft.meta.pop("search", None)  # nothing starts from what an earlier search found
-    largest = supported_shapes(target, draft, largest)
-    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     started = time.perf_counter()
-    surface, rows, best, known = search_settings(target, draft, prompts, largest, sampling, config, batches, objective)
+    surface, rows, best, known = search_settings(trial, largest, batches, objective)
     settings = {
         "objective": objective,
         "batches": list(batches),
@@ -81,6 +73,7 @@ def search_head(
         "seed": seed,
         "token_map": describe_token_map(config),
         "dynamic_rows": config.dynamic_rows,
+        "deterministic": config.deterministic,
         "torch_compile": config.torch_compile,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -138,34 +131,26 @@ def _no_place(draft: DraftCheckpoint) -> str | None:
 
 
 def search_settings(
-    target: Target,
-    draft: DraftCheckpoint,
-    prompts: Sequence[Prompt],
-    largest: Sequence[DraftShape],
-    sampling: Sampling,
-    config: EngineConfig,
-    batches: Sequence[int],
-    objective: Objective,
+    trial: Trial, largest: Sequence[DraftShape], batches: Sequence[int], objective: Objective
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Search over loaded models, with progress. Returns the surface, the record's rows, the best setting by batch size,
     and the times for adaptive drafting."""
-    forecasting = replace(config, max_running_requests=FORECAST_BATCH)
-    schedule = _Schedule(_planned_rounds(largest, sum(len(one.turns) for one in prompts), sampling.max_tokens, batches))
+    answers = sum(len(one.turns) for one in trial.prompts)
+    schedule = _Schedule(_planned_rounds(largest, answers, trial.sampling.max_tokens, batches))
     with schedule.stage("forecast", "answer") as show:
-        surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
+        surface = forecast_surface(trial.at_batch(FORECAST_BATCH), largest, show)
     rows: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
     known: list[dict[str, Any]] = []
     texts = [one.question.prompt_ids for one in surface.references]
     for batch in batches:
-        own = replace(config, max_running_requests=batch)
-        shapes = surface.shapes()
+        own = trial.at_batch(batch)
         with schedule.stage(f"step times at batch {batch}", "round") as show:
-            times = measure_step_times(target, draft, shapes, texts, own, sampling, show)
+            times = measure_step_times(own, surface.shapes(), texts, show)
         predictions = predict(surface, times)
         chosen = finalists(predictions, objective)
         with schedule.stage(f"end to end at batch {batch}", "answer") as show:
-            measured = confirm(target, draft, chosen, times, prompts, sampling, own, objective, show)
+            measured = confirm(own, chosen, times, objective, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
         rows += [_row(batch, by_name.get(one.name, one), one) for one in predictions]
@@ -180,8 +165,9 @@ def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int
     """About how many rounds each stage of a search takes: those of the forecast, and two stages for each batch size."""
     timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
     found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
+    ended = 2 + FINALISTS + 2 * (PASSES - 1)  # passes over the prompts, by a setting each
     for batch in batches:
-        found += [(1 + ROUNDS) * (1 + len(timed)), PASSES * (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
+        found += [rounds_of(1 + len(timed)), ended * ceil(answers / batch) * max_tokens]
     return found
 
 
@@ -238,12 +224,9 @@ def search_elsewhere(
     seed: int,
     engine: Literal["sglang", "vllm"],
     gpu: Gpu,
+    largest: Sequence[DraftShape],
     batches: Sequence[int],
     step_s: Mapping[int, float] | None = None,
-    *,
-    top_ks: Sequence[int] | None = None,
-    num_steps: int | None = None,
-    num_draft_tokens: int | None = None,
 ) -> str:
     """The best settings of `config.draft` in another engine on one `gpu`, with its flags.
 
@@ -251,24 +234,20 @@ def search_elsewhere(
     step, by requests) in place of its fixed times. vLLM drafts chains only. Raises the errors of `search_head`, and
     `PlanError` for a target that the model does not know.
     """
-    if engine == "vllm" and top_ks and set(top_ks) != {1}:
-        raise DraftShapeError(f"top_k is {' '.join(map(str, top_ks))}, and vLLM drafts chains only; leave it out")
-    largest = largest_shapes([1] if engine == "vllm" else top_ks, num_steps, num_draft_tokens)
-    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
-    target, draft = load_head(config)
-    largest = supported_shapes(target, draft, largest)
-    check_servable(engine, draft)
-    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
+    if engine == "vllm" and not all(one.is_chain for one in largest):
+        top_ks = " ".join(str(one.top_k) for one in largest)
+        raise DraftShapeError(f"top_k is {top_ks}, and vLLM drafts chains only; leave it out")
+    trial, largest = open_trial(config, wanted, seed, largest)
+    check_servable(engine, trial.draft)
     with progress_bar("forecast", "answer") as show:
-        forecasting = replace(config, max_running_requests=FORECAST_BATCH)
-        surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
+        surface = forecast_surface(trial.at_batch(FORECAST_BATCH), largest, show)
     lengths = {shape: surface.forecast(shape).accept_length for shape in surface.shapes()}
     texts = [len(one.question.prompt_ids) + len(one.output_ids) / 2 for one in surface.references]
     return settings_text(
         engine,
         gpu,
-        target_facts(target.name, target.revision),
-        draft,
+        target_facts(trial.target.name, trial.target.revision),
+        trial.draft,
         {(one.num_steps, one.top_k, one.num_draft_tokens): length for one, length in lengths.items() if length},
         sum(texts) / len(texts),
         batches,

@@ -1,13 +1,15 @@
-"""What the accelerate entries (toolkit/train/eagle3.py, eagle2.py, mtp.py) do: parse, make what is missing, train."""
+"""What the accelerate entries (toolkit/train/eagle3.py and others) do: parse, make what is missing, train."""
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import exit_status
+from toolkit.pipeline.launch import check_packages
 from toolkit.pipeline.prerequisites import bring_up_to_date
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP
 from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
@@ -28,6 +30,7 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     asked = recipe.train.head.kind
     if asked != head:
         raise RecipeError(f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py")
+    check_packages(recipe.train)
     recipe.train.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
@@ -38,5 +41,9 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
 
     set_threads()
     with lost_process_named(run_dir / "train"):  # also before the first step and after the last
-        Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train").run()
+        trainer = Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train")
+        trainer.run()
+        # A process that exits with gloo's threads still running may abort (PyTorch #190489). Not before the exit:
+        # DeepSpeed keeps the group for the next training of the process.
+        atexit.register(trainer.accelerator.end_training)
     return 0

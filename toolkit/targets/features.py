@@ -5,10 +5,12 @@ Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary laye
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import TargetError
 from toolkit.targets.target import Target
@@ -33,22 +35,21 @@ class _InputTap:
         self.state = args[0] if args else kwargs["hidden_states"]
 
 
-class AuxCapture:
-    """Captures the inputs of the given layers during a forward of the target's body.
+class _OutputTap(_InputTap):
+    """A hook that keeps the body's last hidden state."""
 
-    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's
-    output. Create it once; call `take()` after each forward of the body, and `remove()` to remove the hooks.
+    def __call__(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        self.state = output.last_hidden_state
+
+
+class Capture:
+    """States that hooks keep during a forward of the target's body. Call `take` after each forward.
+
+    `remove` removes the hooks; so does the end of this object, because an engine that could not be built is not closed.
     """
 
-    def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
-        check_aux_layer_ids(aux_layer_ids, target.n_layers)
-        self.aux_layer_ids = aux_layer_ids
-        self._taps = [_InputTap() for _ in aux_layer_ids]
-        modules = [*target.layers, target.final_norm]
-        self._handles = [
-            modules[layer_id].register_forward_pre_hook(tap, with_kwargs=True)
-            for layer_id, tap in zip(aux_layer_ids, self._taps, strict=True)
-        ]
+    def __init__(self, taps: list[_InputTap], handles: list[RemovableHandle]) -> None:
+        self._taps, self.remove = taps, weakref.finalize(self, _remove, handles)
 
     def take_each(self) -> list[torch.Tensor]:
         """The states [B, N, H] of the last forward, in the order of the ids. Every call needs a forward before it."""
@@ -60,32 +61,36 @@ class AuxCapture:
 
     def take(self) -> torch.Tensor:
         """The states of the last forward, concatenated, [B, N, A*H]."""
-        return torch.cat(self.take_each(), dim=-1)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        each = self.take_each()
+        return each[0] if len(each) == 1 else torch.cat(each, dim=-1)
 
 
-class LastCapture:
-    """Captures the body's last hidden state, after the final norm; used as `AuxCapture`."""
+class AuxCapture(Capture):
+    """Captures the inputs of the given layers.
+
+    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's
+    output.
+    """
+
+    def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
+        check_aux_layer_ids(aux_layer_ids, target.n_layers)
+        self.aux_layer_ids = aux_layer_ids
+        modules, taps = [*target.layers, target.final_norm], [_InputTap() for _ in aux_layer_ids]
+        places = zip(aux_layer_ids, taps, strict=True)
+        super().__init__(taps, [modules[at].register_forward_pre_hook(tap, with_kwargs=True) for at, tap in places])
+
+
+class LastCapture(Capture):
+    """Captures the body's last hidden state, after the final norm."""
 
     def __init__(self, target: Target) -> None:
-        self._state: torch.Tensor | None = None
-        self._handle = target.body.register_forward_hook(self._keep)
+        tap = _OutputTap()
+        super().__init__([tap], [target.body.register_forward_hook(tap)])
 
-    def _keep(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
-        self._state = output.last_hidden_state
 
-    def take(self) -> torch.Tensor:
-        """The state [B, N, H] of the last forward. Every call needs a forward before it."""
-        assert self._state is not None, "no forward of the target ran since the last take"
-        state, self._state = self._state, None
-        return state
-
-    def remove(self) -> None:
-        self._handle.remove()
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class TargetFeatures:
 
 @torch.no_grad()
 def target_features(
-    target: Target, capture: AuxCapture | LastCapture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
+    target: Target, capture: Capture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
 ) -> TargetFeatures:
     """One causal forward over right-padded `input_ids` [B, N]; the states of padding are arbitrary.
 

@@ -19,10 +19,12 @@ from toolkit.errors import TargetError
 class FixedLinear(nn.Module, ABC):
     """Base class of linear layers for inference that cannot be copied, pickled, saved, or loaded into.
 
-    quantization: the format of a quantised weight, or None. Shapes: K = in_features, N = out_features.
+    quantization: the format of a quantised weight, or None. batch_invariant: whether a row of `product` has the same
+    bits whatever rows are beside it. Shapes: K = in_features, N = out_features.
     """
 
     quantization: str | None = None
+    batch_invariant = False
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

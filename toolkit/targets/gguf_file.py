@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from toolkit.errors import TargetError
+from toolkit.errors import TargetError, optional_package
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
 from toolkit.targets.gguf_glm import ARCHITECTURE, MODULES, convert_glm
@@ -92,6 +92,10 @@ def convert(path: Path, into: Path) -> None:
             f"{path} lacks weights of {type(model).__name__}: {sorted(info['missing_keys'])}; download it again"
         )
     _split_text_as_trained(tokenizer, str(header.get("tokenizer.ggml.pre", "")))
+    for name, stated in (("eos_token", "eos"), ("pad_token", "padding")):
+        token = header.get(f"tokenizer.ggml.{stated}_token_id")
+        if token is not None:  # transformers 5.17 takes the token that begins a text for the one that ends it
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
     with without_progress_bars(), _deepspeed_on_cpu():
         model.save_pretrained(into)
@@ -100,10 +104,9 @@ def convert(path: Path, into: Path) -> None:
 
 def open_gguf(path: Path) -> Any:
     """A `gguf.GGUFReader` of the file. Raises `TargetError` when the file is damaged."""
-    from gguf import GGUFReader  # an optional package, needed only for GGUF files
-
+    gguf = optional_package("gguf", "a GGUF file")
     try:
-        return GGUFReader(path)
+        return gguf.GGUFReader(path)
     except (ValueError, IndexError, OSError, struct.error) as error:
         raise TargetError(f"{path} is not a complete GGUF file ({error}); download it again") from error
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenizerFast
 
-from toolkit.errors import TargetError
+from toolkit.errors import TargetError, optional_package
 from toolkit.targets.mtp_names import STITCHED
 from toolkit.weights import save_tensors, write_json
 
@@ -67,7 +67,7 @@ EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
 def gguf_names(published: Iterable[str], n_blocks: int) -> dict[str, list[str]]:
     """GGUF name -> names of the published checkpoint, for a model of `n_blocks` layers and modules. The experts of a
     layer share one tensor, in the order of their numbers."""
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, n_blocks)
     found: dict[str, list[str]] = defaultdict(list)
@@ -172,7 +172,7 @@ def _published_names(config: Glm4MoeConfig, n_modules: int) -> Iterable[str]:
 
 def _write_weights(tensors: Iterable[Any], published: Mapping[str, list[str]], dtype: torch.dtype, into: Path) -> None:
     """Write one safetensors file a block, so that no more than a block is in memory as floats."""
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     blocks: dict[str, list[Any]] = defaultdict(list)
     for tensor in tensors:

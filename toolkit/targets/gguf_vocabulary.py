@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import TargetError
+from toolkit.errors import TargetError, optional_package
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import open_gguf
 from toolkit.targets.load import load_tokenizer
@@ -22,7 +22,7 @@ def vocabulary_of(facts: TargetFacts) -> Vocabulary:
 
     Raises `TargetError` for a tokenizer that is no byte-level BPE, or has more tokens than the target.
     """
-    import gguf  # an optional package, needed only for GGUF files
+    gguf = optional_package("gguf", "a GGUF file")
 
     kinds = gguf.GGUFValueType
     if facts.name.endswith(".gguf"):

@@ -6,6 +6,7 @@ Shapes: T = tokens, H = hidden size, V = rows of the output embedding.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,8 @@ SENTINEL = "Zebra7Quartz"  # an answer that templates leave as it is
 class Target:
     """A frozen causal LM with its tokenizer, from `load_target` or from a model in memory.
 
+    tanh: of the logits' soft cap.
+
     Raises `TargetError` when the model is not a decoder stack with token embeddings, a final norm and a linear output
     embedding, or when the tokenizer has ids without an embedding row.
     """
@@ -38,10 +41,15 @@ class Target:
     revision: str | None = None
     dtype: torch.dtype = None  # type: ignore[assignment]  # None: that of the weights
     quantization: str | None = None
+    tanh: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
 
     def __post_init__(self) -> None:
         self.model.eval()
         self.model.requires_grad_(False)
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        if capped and self.config._attn_implementation == "sdpa":
+            # Older releases of transformers, 5.17 among them, silently leave the cap out there.
+            self.model.set_attn_implementation("eager")
         if self.dtype is None:
             self.dtype = next(self.model.parameters()).dtype
         # Find every part now, so that an unsupported architecture fails here and not during a run.
@@ -141,7 +149,7 @@ class Target:
         if getattr(config, "logits_scaling", None) is not None:  # Granite
             scores = scores / config.logits_scaling
         cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        return scores if cap is None else torch.tanh(scores / cap) * cap
+        return scores if cap is None else self.tanh(scores / cap) * cap
 
     @cached_property
     def max_context(self) -> int:

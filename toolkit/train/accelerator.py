@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import nn
+from torch.optim import Optimizer
 
 from toolkit.errors import TrainError
 from toolkit.log import get_logger
@@ -23,6 +25,9 @@ log = get_logger(__name__)
 # Timeout of collectives: processes wait while the main process measures, or while one writes its fresh rollouts. A dead
 # process is noticed without it: its connections close, and the launcher ends the other processes.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
+# Elements that DeepSpeed reduces at once where no matrix of the head is larger. Its own default, 5e8, would take 1 or
+# 2 GB beside a head of any size.
+BUCKET = 50_000_000
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
 
@@ -86,6 +91,26 @@ def build_accelerator(
         gradient_accumulation_steps=accumulation,
         kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)],
     )
+
+
+def prepared(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Any:
+    """`accelerator.prepare`, with DeepSpeed's buckets as large as the trained parameters need."""
+    sizes = [one.numel() for one in model.parameters() if one.requires_grad]
+    set_buckets(accelerator.state.deepspeed_plugin.deepspeed_config, sizes)
+    return accelerator.prepare(model, optimizer)
+
+
+def set_buckets(config: dict[str, Any], sizes: Sequence[int]) -> None:
+    """Set the bucket sizes that a DeepSpeed configuration leaves open. sizes: elements of each trained parameter.
+
+    The buffer of `reduce_bucket_size` elements is allocated whole. It holds the largest gradient: larger ones than the
+    buffer would be reduced one by one.
+    """
+    elements = min(sum(sizes), max(BUCKET, *sizes))
+    zero = config.setdefault("zero_optimization", {})
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero.get(name, "auto") == "auto":
+            zero[name] = elements + elements % 2  # DeepSpeed asserts an even number
 
 
 def _replaced(config: Mapping[str, Any], precision: str, accumulation: int, clip: float) -> Iterator[str]:

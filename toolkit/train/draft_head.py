@@ -63,6 +63,7 @@ def plan_head(settings: TrainSettings, target: Target | TargetFacts, token_map: 
             draft_vocab_size=token_map.size,
             n_layers=target.n_layers,
         )
+        config = config.for_steps(settings.unroll.ttt_steps)
     ids = config.features.layer_ids(target.n_layers)
     if ids is not None:
         check_aux_layer_ids(ids, target.n_layers)
@@ -122,7 +123,8 @@ def start_head(
     if batches is None:
         initialise_random(head, seed)
     else:
-        taken = regression_batches(batches, head.warm_start().solved.in_features)
+        columns = head.warm_start().columns
+        taken = regression_batches(batches, columns, settings.head.start_tokens)
         r2 = initialise_from_target(head, target, plan.token_map, taken, seed, stored)
         fit = "" if r2 is None else f"; R2 of the regression for its input layer: {r2:.2f}"
         log.info("the head starts from the target's weights%s", fit)
@@ -151,11 +153,13 @@ def anchors_of(
     """`anchored` for one micro-batch; `place` is its place in the training. None if all roots are unrolled.
 
     The first `stages` steps always unroll all roots: in each of them a stage reads all positions for the first time.
+    The context of a block drafter is read apart from its blocks.
     """
     if settings.unroll.anchors is None:
         return None
     drawn = random.Random(f"anchors {seed} {place}").getrandbits(63)
-    return partial(anchored, full=plan.config.stages, count=settings.unroll.anchors, seed=drawn)
+    full = 0 if plan.config.drafts_at_once else plan.config.stages
+    return partial(anchored, full=full, count=settings.unroll.anchors, seed=drawn)
 
 
 @torch.no_grad()

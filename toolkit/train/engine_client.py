@@ -89,7 +89,7 @@ def with_engine(
     training step, whose tensors have other sizes, might find none.
     """
     torch.cuda.empty_cache()  # does nothing without a GPU
-    engine = build_engine(config, target, draft).engine
+    engine = build_engine(config, target, draft, short_lived=True).engine
     try:
         return use(engine)
     finally:

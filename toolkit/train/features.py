@@ -12,14 +12,14 @@ import torch
 
 from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
-from toolkit.targets.features import AuxCapture, LastCapture, TargetFeatures, target_features
+from toolkit.targets.features import Capture, TargetFeatures, target_features
 from toolkit.targets.target import Target
 
 
 class OnlineFeatures:
     """Runs the target's forward for every batch; `capture` keeps the features."""
 
-    def __init__(self, target: Target, capture: AuxCapture | LastCapture) -> None:
+    def __init__(self, target: Target, capture: Capture) -> None:
         self.target, self.capture = target, capture
 
     def __call__(self, batch: Batch) -> TargetFeatures:

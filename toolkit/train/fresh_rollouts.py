@@ -128,10 +128,11 @@ class FreshRollouts:
 
         config = EngineConfig(
             shape=self.shape.as_text(),
-            adaptive=True,
             verify="target",
             max_running_requests=settings.max_running_requests,
         )
+        # An eager round of a head that still drafts badly may cost more than it gains; a recorded one costs less.
+        config = replace(config, adaptive=config.why_eager(self.target.device.type) is not None)
         with_engine(write, config, self.target, draft)
         if speed:  # if all rollouts were there already, the speed file of the earlier run stays
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())

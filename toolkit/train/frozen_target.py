@@ -43,7 +43,7 @@ def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Targ
 
 
 def _load(recipe: Recipe, device: str, place: str) -> Target:
-    """place: the device that the weights are loaded to. The dtype is chosen for `device`."""
+    """place: the device that the weights are loaded to, before they move to `device`."""
     settings = recipe.target
     return load_target(
         settings.model,
@@ -51,7 +51,8 @@ def _load(recipe: Recipe, device: str, place: str) -> Target:
         revision=settings.revision,
         device=place,
         quantization=settings.quantization,
-        use="training" if device == "cpu" else "serving",  # of `device`: the CPU as `place` only holds the weights
+        use="training",
+        runs_on=device,
     )
 
 

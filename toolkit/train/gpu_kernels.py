@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.infer.kernels.dispatch import OLDEST
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
-
-OLDEST = (8, 0)
 
 
 class GpuKernels(NamedTuple):

@@ -22,7 +22,7 @@ from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train_settings import TrainSettings, changed
+from toolkit.train_settings import HeadSettings, TrainSettings, changed
 
 log = get_logger(__name__)
 
@@ -87,12 +87,19 @@ def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSett
         "norm_output": getattr(config, "norm_output", False),
         "sliding_window": config.sliding_window,
     }
-    read = {**has, "aux_layer_ids": config.features.aux_layer_ids}
+    rank = getattr(config, "markov_rank", HeadSettings.markov_rank)
+    read = {**has, "aux_layer_ids": config.features.aux_layer_ids, "markov_rank": rank}
     wrong = [name for name in changed(settings.head, *read) if getattr(settings.head, name) != read[name]]
     if wrong:
         said = "; ".join(f"train.head.{name} = {getattr(settings.head, name)} (it has {read[name]})" for name in wrong)
         raise RecipeError(
             f"train.init = {settings.init} has settings of its own, which are kept: {said}. Leave these out"
+        )
+    steps, at_once = settings.unroll.ttt_steps, config.drafts_at_once
+    if at_once and steps != at_once:
+        raise RecipeError(
+            f"train.init = {settings.init} drafts blocks of {at_once} tokens, and train.unroll.ttt_steps is {steps}; "
+            f"set train.unroll.ttt_steps={at_once}"
         )
     try:
         return replace(settings, head=replace(settings.head, **has))

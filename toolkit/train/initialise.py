@@ -103,14 +103,24 @@ def _regress(
     head: DraftHead, start: WarmStart, target: Target, batches: list[Batch], stored: StoredFeatures | None
 ) -> float | None:
     """Solve for `start.solved` by ridge regression; returns its R2 on positions that took no part in the fit."""
-    columns = start.solved.in_features
-    fit, check = (Moments.empty(columns, target.hidden_size, target.device) for _ in range(2))
+    width, mean = target.hidden_size, torch.zeros(target.hidden_size, device=target.device)
+    fit, check = (Moments.empty(start.columns, width, target.device) for _ in range(2))
+    here = None if start.query is None else Moments.empty(start.solved.in_features, width, target.device)
     for number, (batch, read, wanted) in enumerate(_inputs_and_labels(head, target, batches, stored)):
         pairs = answer_pairs(batch, target.device)
-        embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs]
-        x = start.solved_reads(embeds.float(), read[:, :-1][pairs].float())
+        embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs].float()
+        x = start.solved_reads(embeds, read[:, :-1][pairs].float())
+        if here is not None:
+            here.add(x, wanted[:, :-1][pairs].float())
+            mean += embeds.sum(0)
+            x = torch.cat((embeds, x), dim=-1)
         (check if number % CHECK_EVERY == 1 else fit).add(x, wanted[:, 1:][pairs].float())
     weight, r2 = ridge_regression(fit, check)
+    if weight is not None and here is not None:
+        assert start.query is not None and start.masks is not None, "both are given, or neither"
+        start.query.weight.copy_(weight[:width].T)
+        start.masks.weight.copy_((mean / here.positions).expand_as(start.masks.weight))
+        weight = torch.cat((_solve(here), weight[width:]), dim=1)
     if weight is not None:
         start.solved.weight.copy_(weight.T)
     return r2
@@ -158,13 +168,16 @@ def answer_pairs(batch: Batch, device: torch.device) -> Tensor:
     return (real & batch.response[:, 1:]).to(device)
 
 
-def regression_batches(batches: Iterable[Batch], columns: int) -> list[Batch]:
-    """The first batches, as many as a regression with `columns` inputs needs."""
+def regression_batches(batches: Iterable[Batch], columns: int, most: int | None = None) -> list[Batch]:
+    """The first batches, as many as a regression with `columns` inputs needs; up to the one that reaches `most` answer
+    tokens."""
+    wanted = POSITIONS_PER_COLUMN * columns
+    wanted = wanted if most is None else min(wanted, most)
     taken, positions = [], 0
     for batch in batches:
         taken.append(batch)
         positions += int(batch.response.sum())
-        if positions >= POSITIONS_PER_COLUMN * columns:
+        if positions >= wanted:
             break
     return taken
 

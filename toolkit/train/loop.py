@@ -19,7 +19,7 @@ from toolkit.recipe import Recipe, training_settings
 from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
-from toolkit.train.accelerator import build_accelerator, training_device, training_precision
+from toolkit.train.accelerator import build_accelerator, prepared, training_device, training_precision
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
 from toolkit.train.evaluation import Evaluation, accept_lengths, describe_best, due, has_stopped
 from toolkit.train.failures import check_finite, check_weights
@@ -28,7 +28,7 @@ from toolkit.train.frozen_target import frozen_target
 from toolkit.train.head_snapshot import training_record
 from toolkit.train.init_head import continued_head, with_head_settings
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
-from toolkit.train.metrics import Metrics, check_trackers
+from toolkit.train.metrics import Metrics
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import (
     build_optimizer,
@@ -56,7 +56,6 @@ class Trainer:
     def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
         self.settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
-        check_trackers(self.settings)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
         self.accelerator = build_accelerator(
@@ -144,7 +143,7 @@ class Trainer:
         else:
             regressed = {"target": batches, "copied": (), "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
-        return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
+        return prepared(self.accelerator, self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:
         return trained_head(self.plan, self.settings, head, self.side.teacher)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import uuid
 from pathlib import Path
 from typing import Any
 
-import wandb
-
-from toolkit.errors import TrainError
+from toolkit.errors import optional_package
 from toolkit.train.metric_rows import flat_row
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write
@@ -38,7 +35,7 @@ class Metrics:
         if main:
             path.parent.mkdir(parents=True, exist_ok=True)
         if main and settings.tracking.wandb:
-            self._run = wandb.init(
+            self._run = optional_package("wandb", "train.tracking.wandb: true").init(
                 project=settings.tracking.wandb_project,
                 name=run_name,
                 config=config,
@@ -86,15 +83,6 @@ class Metrics:
             self._run.finish()
         if self._board is not None:
             self._board.close()
-
-
-def check_trackers(settings: TrainSettings) -> None:
-    """Raises `TrainError` when the recipe asks for a tracker that is not installed."""
-    if settings.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise TrainError(
-            "train.tracking.tensorboard is true, but the package tensorboard is not installed: "
-            "pip install 'toolkit[tensorboard]' (or pip install tensorboard), or set train.tracking.tensorboard=false"
-        )
 
 
 def _open_board(directory: Path, step: int) -> Any:

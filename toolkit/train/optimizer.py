@@ -24,7 +24,7 @@ log = get_logger(__name__)
 MOMENTUM = 0.95
 CLIP = 0.5
 # Matrices that AdamW updates under Muon: most rows of an output matrix get no gradient in a step.
-ADAMW_MATRICES = ("lm_head.weight",)
+ADAMW_MATRICES = ("lm_head.weight", "mask.weight", "confidence.weight")
 
 
 def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -14,11 +14,13 @@ from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
 from toolkit.errors import TrainError
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
@@ -36,7 +38,8 @@ class RealAcceptance:
     """The measurement of one draft shape at one temperature.
 
     accept_length: None without verify steps. interval: 95 %, bootstrap over prompts; None if fewer than two prompts
-    have verify steps. answers: the output ids of each prompt. tokens_per_s: output tokens a second, prefill included.
+    have verify steps. answers: the output ids of each prompt. by_prompt: tokens committed by the counted verify steps
+    of each prompt, and their number. tokens_per_s: output tokens a second, prefill included.
     """
 
     shape: DraftShape
@@ -44,6 +47,7 @@ class RealAcceptance:
     stats: AcceptanceStats
     interval: tuple[float, float] | None
     answers: list[list[int]]
+    by_prompt: list[tuple[int, int]]
     seconds: float
 
     @property
@@ -66,11 +70,19 @@ def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
 
 
 def shapes_of(settings: TrainSettings) -> list[DraftShape]:
-    """train.evaluation.real_shapes, else a chain and a tree as deep as the unroll. Raises `DraftShapeError`."""
-    if settings.evaluation.real_shapes is not None:
-        return [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
-    steps = settings.unroll.ttt_steps
-    return [DraftShape.chain(steps), DraftShape(steps, 4, 4 * steps)]
+    """train.evaluation.real_shapes, else a chain and, unless the head is a block drafter, a tree as deep as the unroll.
+
+    Raises `DraftShapeError`, also for shapes that a block drafter cannot draft."""
+    chain, block = DraftShape.chain(settings.unroll.ttt_steps), HEAD_KINDS[settings.head.kind].block
+    if settings.evaluation.real_shapes is None:
+        return [chain] if block else [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
+    shapes = [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
+    if block and not all(one.fits_in(chain) for one in shapes):
+        raise DraftShapeError(
+            f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes chains of at "
+            f"most train.unroll.ttt_steps, such as {chain.as_text()}"
+        )
+    return shapes
 
 
 def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape]) -> None:
@@ -83,7 +95,8 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
             f"({draft_vocabulary}); set train.evaluation.real_shapes to narrower ones"
         )
     try:
-        config = EngineConfig(max_running_requests=1, context_length=min(64, target.max_context))
+        context = min(64, target.max_context)
+        config = EngineConfig(max_running_requests=1, context_length=context, disable_cuda_graph=True)
         build_engine(config, target).engine.close()
     except ValueError as error:
         raise TrainError(
@@ -138,12 +151,13 @@ class Measurement:
         requests = engine.generate(prompts, params)
         seconds = time.perf_counter() - started
         each = [summarise(request.events) for request in requests]
-        committed = [stats.verify_steps + stats.accepted for stats in each]
+        by_prompt = [(stats.verify_steps + stats.accepted, stats.verify_steps) for stats in each]
         return RealAcceptance(
             shape=shape,
             temperature=temperature,
             stats=summarise(event for request in requests for event in request.events),
-            interval=ratio_interval(committed, [stats.verify_steps for stats in each]),
+            interval=ratio_interval(*zip(*by_prompt, strict=True)),
             answers=[list(request.output_ids) for request in requests],
+            by_prompt=by_prompt,
             seconds=seconds,
         )

@@ -60,7 +60,9 @@ class Teacher:
         self.target = target
         self.in_draft = token_map.t2d.to(target.device)
         self.draft_ids = token_map.ids.to(target.device)
-        weight, bias = target.lm_head.weight, target.lm_head.bias
+        # Detached: a target may be in training itself (head_adapter.py), and the head's loss must not train it.
+        head = target.lm_head
+        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
         full = token_map.size == len(weight)
         self.draft_weight = weight if full else weight[self.draft_ids].contiguous()
         self.draft_bias = bias if bias is None or full else bias[self.draft_ids]

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.head_kinds import HEAD_KINDS
+from toolkit.heads.block import BlockHead
 from toolkit.heads.draft_head import DraftHead, Project
 from toolkit.recipe_fields import LossName
+from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.loss import DraftLoss, best_tokens
 from toolkit.train.supervision import Supervision
 from toolkit.train.teacher import SharedMatrix, TeacherRows
@@ -25,7 +27,8 @@ class TrainedHead(nn.Module):
 
     output: the output matrix for a head without one of its own. The loss of a row is token_weight times the named loss
     plus feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
-    of the next position (EAGLE, arXiv 2401.15077, section 4.2).
+    of the next position (EAGLE, arXiv 2401.15077, section 4.2). A block drafter has one more loss, which trains its
+    confidence alone: the cross-entropy of whether its argmax is the right token.
     """
 
     def __init__(
@@ -65,20 +68,18 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
-        count = len(supervision.roots)
-        steps = unroll(
-            self.head,
-            aux,
-            embeds,
-            count,
-            supervision.starts,
-            supervision.anchors,
-            checkpointing=self.checkpointing,
-        )
+        count, block = len(supervision.roots), self.head if isinstance(self.head, BlockHead) else None
+        inputs = aux, embeds, count, supervision.starts, supervision.anchors
+        if block is None:
+            steps = unroll(self.head, *inputs, checkpointing=self.checkpointing)
+        else:
+            steps = unroll_blocks(block, *inputs, checkpointing=self.checkpointing)
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
         states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
         choice = draft_choice[rows]
+        if block is not None:  # the token before the predicted one is that of the teacher's row
+            states = block.after(states, embeds.flatten(0, 1)[supervision.teacher_positions][rows])
         if teacher is None:
             best = self.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
@@ -95,6 +96,9 @@ class TrainedHead(nn.Module):
             distances = self.feature_weight * _distances(states, teacher.states[rows])
             loss = loss + (factor * distances).sum()
             losses = losses + distances.detach()
+        if block is not None:
+            odds, right = block.confident(states).float(), (best == choice).float()
+            loss = loss + (factor * F.binary_cross_entropy_with_logits(odds, right, reduction="none")).sum()
         if supervision.shares is not None:
             losses = losses * torch.cat(supervision.shares)
         by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators

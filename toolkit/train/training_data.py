@@ -38,7 +38,7 @@ class Data:
 def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
     """Both splits of a rollouts file. Raises `DataError` when a split has no usable rollout."""
     held_out = list(islice(_examples(settings, rollouts, "held_out", target), FORECAST_ROLLOUTS))
-    train = _examples(settings, rollouts, "train", target)
+    train = _train_examples(settings, rollouts, target)
     pad_id = _pad_id(target)
     held_out.sort(key=lambda example: len(example.input_ids))
     size = settings.data.micro_batch
@@ -48,11 +48,30 @@ def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int
 
 def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
     """The same held-out batches with the train split of another rollouts file."""
-    train = _examples(settings, rollouts, "train", target)
+    train = _train_examples(settings, rollouts, target)
     return replace(data, train=train, plan=_plan(settings, train, seed))
 
 
-def _plan(settings: TrainSettings, train: Examples, seed: int) -> BatchPlan:
+class WholeTexts(Sequence[Example]):
+    """Examples all of whose ids are supervised. No id counts as greedy: those of prompts are not the target's."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples, self.lengths = examples, examples.lengths
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
+        example = self.examples[index]
+        return replace(example, response=[True] * len(example.input_ids), greedy=False)
+
+
+def _train_examples(settings: TrainSettings, rollouts: Path, target: Target) -> Examples | WholeTexts:
+    examples = _examples(settings, rollouts, "train", target)
+    return WholeTexts(examples) if settings.data.supervise == "all" else examples
+
+
+def _plan(settings: TrainSettings, train: Examples | WholeTexts, seed: int) -> BatchPlan:
     return BatchPlan(train.lengths, settings.data.global_batch, seed)
 
 

@@ -20,8 +20,11 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Bytes of a tile of queries in forward, bytes of any other tile, and the most bytes of a row with two pipeline stages.
-QUERY_BYTES, TILE_BYTES, STAGED_ROW = 32768, 16384, 256
+PRECISION = tl.constexpr("tf32x3")  # of fp32, as in the engine's attention_parts.py: the error of fp32, on tensor cores
+# By bytes of an element: bytes of a tile of queries in forward, and rows of any other tile. Tiles of fp32 are smaller,
+# since tf32x3 keeps two parts of every factor in registers.
+QUERY_BYTES, MAX_BLOCK = {2: 32768, 4: 16384}, {2: 64, 4: 32}
+TILE_BYTES, STAGED_ROW = 16384, 256  # of any other tile at most; of a row with two pipeline stages at most
 MIN_TILE = 16  # the least that tl.dot takes
 LENGTHS = ("queries", "keys")  # not specialised: they differ between batches, and each value would be compiled
 
@@ -78,7 +81,7 @@ def _forward(
         place = start + tl.arange(0, block)
         key = _rows(k, place, keys, kv_heads * width, width, wide, upcast)
         value = _rows(v, place, keys, kv_heads * width, width, wide, upcast)
-        scores = tl.dot(own, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(own, tl.trans(key), input_precision=PRECISION) * scale
         visible = (place[None, :] >= low[:, None]) & (place[None, :] <= high[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         newest = tl.maximum(best, tl.max(scores, axis=1))
@@ -86,7 +89,7 @@ def _forward(
         base = tl.where(newest == float("-inf"), 0.0, newest)
         weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         best = newest
     total = tl.where(at < queries, total, 1.0)
     _store_rows(
@@ -125,11 +128,11 @@ def _queries_part(
         place = start + tl.arange(0, block)
         key = _rows(k, place, keys, kv_heads * width, width, wide, upcast)
         value = _rows(v, place, keys, kv_heads * width, width, wide, upcast)
-        scores = tl.dot(own, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
-        products = tl.dot(upstream, tl.trans(value), input_precision="ieee")
+        scores = tl.dot(own, tl.trans(key), input_precision=PRECISION) * (scale * LOG2E)
+        products = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)
         visible = (place[None, :] >= low[:, None]) & (place[None, :] <= high[:, None])
         _, change = _changes(scores, products, own_lse[:, None], own_delta[:, None], visible)
-        acc += tl.dot(change.to(key.dtype), key, input_precision="ieee")
+        acc += tl.dot(change.to(key.dtype), key, input_precision=PRECISION)
     _store_rows(dq + begin, at, queries, heads * width, acc * scale, width, wide)
 
 
@@ -161,12 +164,12 @@ def _keys_part(
             row_lse = tl.load(lse + of_row + at, mask=at < queries, other=0.0)
             row_delta = tl.load(delta + of_row + at, mask=at < queries, other=0.0)
             low, high = _seen(first, last, sequence, at, queries)
-            scores = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
-            products = tl.dot(value, tl.trans(upstream), input_precision="ieee")
+            scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (scale * LOG2E)
+            products = tl.dot(value, tl.trans(upstream), input_precision=PRECISION)
             visible = (place[:, None] >= low[None, :]) & (place[:, None] <= high[None, :])
             weights, change = _changes(scores, products, row_lse[None, :], row_delta[None, :], visible)
-            value_sum += tl.dot(weights.to(upstream.dtype), upstream, input_precision="ieee")
-            key_sum += tl.dot(change.to(query.dtype), query, input_precision="ieee")
+            value_sum += tl.dot(weights.to(upstream.dtype), upstream, input_precision=PRECISION)
+            key_sum += tl.dot(change.to(query.dtype), query, input_precision=PRECISION)
     _store_rows(dk + own_place, place, keys, kv_heads * width, key_sum * scale, width, wide)
     _store_rows(dv + own_place, place, keys, kv_heads * width, value_sum, width, wide)
 
@@ -230,12 +233,12 @@ def _sizes(q: Tensor, k: Tensor, backward: bool) -> dict[str, Any]:
     """Compile-time sizes of the kernels for q [B, N, h, hd] and k [B, L, kv, hd]. Backward holds twice as many tiles in
     shared memory; they fit the GPU with the least of it (tests/infer/kernels)."""
     width, groups = q.shape[-1], q.shape[2] // k.shape[2]
-    wide = max(MIN_TILE, triton.next_power_of_2(width))
-    row_bytes = wide * q.element_size()
-    block = max(MIN_TILE, min(64, TILE_BYTES // row_bytes))
-    rows = block if backward else max(MIN_TILE, min(128, QUERY_BYTES // row_bytes))
+    wide, size = max(MIN_TILE, triton.next_power_of_2(width)), q.element_size()
+    row_bytes = wide * size
+    block = max(MIN_TILE, min(MAX_BLOCK[size], TILE_BYTES // row_bytes))
+    rows = block if backward else max(MIN_TILE, min(128, QUERY_BYTES[size] // row_bytes))
     return {
         "groups": groups, "width": width, "wide": wide, "rows": rows, "block": block, "upcast": UPCAST,
-        "num_warps": 8 if rows * wide >= 128 * 128 else 4,
+        "num_warps": 8 if size == 4 or rows * wide >= 128 * 128 else 4,
         "num_stages": 1 if backward or row_bytes > STAGED_ROW else 2,
     }  # fmt: skip

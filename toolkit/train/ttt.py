@@ -52,7 +52,7 @@ class TTTAttention:
         q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys += (k,)
         self.values += (v,)
-        out = _MergedAttention.apply(q, self._reach(q.device), *self.keys, *self.values)
+        out = MergedAttention.apply(q, self._reach(q.device), *self.keys, *self.values)
         return out.transpose(1, 2).flatten(0, 1)[..., :width]
 
     def at_anchors(self, anchors: torch.Tensor) -> TTTAttention:
@@ -77,8 +77,8 @@ class TTTAttention:
         return Reach(first, roots)
 
 
-class _MergedAttention(torch.autograd.Function):
-    """One softmax over the step-0 keys (causal) and each root's own keys of later steps (the diagonals).
+class MergedAttention(torch.autograd.Function):
+    """One softmax over the step-0 keys (causal) and each query's own keys of later steps (the diagonals).
 
     Softmaxes over disjoint keys merge exactly by their log-sum-exps: out = sum_i exp(lse_i - lse) out_i with
     lse = log sum_i exp(lse_i). A single key has its score as lse and its value as out. Backward needs only the merged

@@ -55,6 +55,17 @@ def test_answers_are_exact(target, reference, oracle):
     assert {event.accepted for request in requests for event in request.events if event.offered > 1} >= {0, 1, 2, 3}
 
 
+def test_the_first_launches_leave_no_states(target, reference):
+    """It writes states into the first rows: the next prompts there start with zeros again."""
+    prompts = prompts_of(14, 5, 21)
+    memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, memory=memory)
+    engine.first_launches.run(engine.drafter, engine.shape)
+    answers = [request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=16))]
+    engine.close()
+    assert answers == [reference(target, prompt, 16) for prompt in prompts]
+
+
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
 def test_little_memory(target, reference, scattered):
     """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;

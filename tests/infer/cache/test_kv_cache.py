@@ -7,6 +7,7 @@ import torch
 
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.kernels.paged_reference import compact
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"), value_dim=3)
 
@@ -48,12 +49,15 @@ def test_a_row_that_moves_takes_its_entries_along_in_every_layer(contiguous):
     pool.check_integrity([])
 
 
-def test_entries_are_read_before_any_is_written():
-    """The second one comes from where the first one goes."""
-    cache = numbered(PagePool(1, 16))
-    cache.move_entries(torch.tensor([3, 4]), torch.tensor([4, 9]))
+def test_an_accepted_path_moves_to_the_positions_of_plain_decoding():
+    """Node 2 of the first row moves to where node 1 was, and node 5 to where node 2 was; the rest stays."""
+    cache = numbered(PagePool(2, 16))
+    path, accepted = torch.tensor([[0, 2, 5], [0, 1, 0]]), torch.tensor([2, 1])
+    table = cache.pool.table(0, 2, 1, torch.device("cpu"))
+    compact(cache.keys, cache.values, table, 16, torch.tensor([3, 7]), path, accepted)
     for layer, store in enumerate((*cache.keys, *cache.values)):
-        assert store[3:6, 0, 0].tolist() == [1000 * layer + place for place in (4, 9, 5)]
+        wanted = [0, 1, 2, 3, 5, 8, *range(6, 32)]
+        assert store[:32, 0, 0].tolist() == [1000 * layer + place for place in wanted]
 
 
 def test_addresses_cost_no_memory_until_they_are_touched():

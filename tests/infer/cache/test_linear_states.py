@@ -50,6 +50,7 @@ def test_commit_takes_the_accepted_node_and_the_end_of_a_page():
     rows.running = [torch.full((2, 1, 2, 2), float(node)) for node in (1, 2, 3)]
     rows.update_recurrent_state(rows.running[-1], 1)
     states.commit(torch.tensor([2, 2]), torch.tensor([2, 0]))  # tokens 3 .. 5, and 3
+    states.observe([2, 2], [2, 0])
     assert [float(one.mean()) for one in states.recurrent[1]] == [3.0, 1.0]
     assert states.conv[1][:, 0].tolist() == [[1.0, 2.0, 3.0], [0.0, 0.0, 1.0]]
     assert states.snapshot(0).position == PAGE and float(states.snapshot(0).recurrent[1].mean()) == 2.0

@@ -129,3 +129,37 @@ def test_no_such_attention_for_other_heads():
     )
     assert cpu_attention.row_attention(torch.float32, 20, 20, torch.tensor([3]), mask) is None
     assert cpu_attention.row_attention(torch.float16, 64, 64, torch.tensor([3]), mask) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_order_a_tree_is_plain_decoding_to_the_bit(dtype):
+    """A node's path has gaps in the cache, where its cousins are. In lanes by position its shares would be added in
+    another order than those of the same tokens one after another."""
+    generator, length, nodes = torch.Generator().manual_seed(5), 37, 24
+    heads, kv_heads, width = 6, 2, 32
+    parents = [-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, nodes))]
+    paths = [[0]]
+    for node in range(1, nodes):
+        paths.append([*paths[parents[node]], node])
+    mask = torch.zeros(1, nodes, nodes, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    q, k, v = (
+        torch.randn(1, count, nodes, width, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
+    )
+    prefix = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
+
+    def attend(stores, first, mask, at):
+        own = cpu_attention.row_attention(dtype, width, width, torch.tensor([first]), mask, in_order=True)
+        addresses = (store.data_ptr() for store in stores)
+        return own(q[:, :, at], k[:, :, at], v[:, :, at], *addresses, stores[0].numel(), 0.2)
+
+    def cache():
+        return torch.cat((prefix, torch.zeros(2, nodes, kv_heads, width, dtype=dtype)), dim=1)
+
+    whole = attend(cache(), length, mask, list(range(nodes)))
+    for node, path in enumerate(paths):
+        stores = cache()
+        for place, one in enumerate(path):
+            alone = attend(stores, length + place, torch.ones(1, 1, 1, dtype=torch.bool), [one])
+        assert torch.equal(alone[0, 0], whole[0, node])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
 MOST = DraftShape(4, 3, 12)
@@ -282,3 +285,59 @@ def test_a_clock_per_engine_only_where_it_is_asked_for(small_target, small_draft
     engine.close()
     assert {event.offered for event in request.events} == {MOST.num_draft_tokens - 1}
     assert Engine(small_target, adaptive=True).generate([[3, 4, 5]], SamplingParams(max_tokens=4))[0].output_ids
+
+
+class Compiling(NoDrafter):
+    """A drafter and a target that compile for a second in the first round of an arm; other rounds take about 15 ms."""
+
+    def __init__(self) -> None:
+        self.now, self.ran, self.arm = 0.0, set(), None
+
+    def clock(self) -> float:
+        return self.now
+
+    def set_shape(self, shape) -> None:
+        self.shape = shape
+
+    def propose(self, requests, rows):
+        self.arm = self.shape
+        self.now += 0.001 * self.arm.num_steps
+        return SimpleNamespace(nodes=self.arm.num_draft_tokens)
+
+    def skip(self, requests, rows):
+        self.arm = None
+        return SimpleNamespace(nodes=1)
+
+    def probe(self, requests, rows, width):
+        return self.skip(requests, rows), [[0, 0, 1, 0] for _ in requests]
+
+    def observe(self, requests, result) -> None:
+        self.now += 0.015 + 0.0001 * (0 if self.arm is None else self.arm.num_draft_tokens)
+        self.now += 0.0 if self.arm in self.ran else 1.0
+        self.ran.add(self.arm)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("most", [DraftShape.chain(4), MOST])
+def test_a_round_that_compiles_keeps_no_shape_from_being_drafted(most, batch):
+    """The first round of a shape takes as long as sixty plain rounds. Timed, it is all that is known of the shape, and
+    a good head does not draft for hundreds of rounds of one request."""
+
+    def plain_rounds(**options) -> int:
+        """Rounds until nine of ten draft."""
+        world, dice = Compiling(), random.Random(0)
+        drafter = AdaptiveDrafter(world, most, world.clock, **options)
+        requests = [Request([1], SamplingParams()) for _ in range(batch)]
+        for request in requests:
+            request.output_ids = [1] * 50
+        drafted = []
+        while sum(drafted[-50:]) < 45 and len(drafted) < 1000:
+            tree = drafter.propose(requests, None)
+            steps = 0 if tree.nodes == 1 else world.arm.num_steps
+            lengths = [next((n for n in range(steps) if dice.random() > 0.75), steps) for _ in requests]
+            drafter.observe(requests, SimpleNamespace(ranks=[[0] * length for length in lengths]))
+            drafted.append(steps > 0)
+        return len(drafted) - 50
+
+    assert plain_rounds(first_is_slow=True) <= 30
+    assert batch > 1 or plain_rounds(first_is_slow=False) > 100

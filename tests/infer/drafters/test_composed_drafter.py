@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from tests.infer.drafters.test_adaptive_drafter import ScriptedChoice
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.cache_manager import MemorySettings
@@ -15,6 +16,7 @@ from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, with_chains
 from toolkit.infer.drafters.lookup_choice import DEPTHS, RETRY, LookupChoice
 from toolkit.infer.drafters.lookup_corpus import LookupCorpus
 from toolkit.infer.drafters.step_costs import LookupArm, StepCosts
+from toolkit.infer.drafters.suffix_lookup import SuffixLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree, root_only
 from toolkit.infer.request.params import SamplingParams
@@ -133,9 +135,19 @@ def test_the_faster_draft_is_chosen():
 def test_a_batch_keeps_the_head_for_rows_without_a_match():
     chain = DraftShape.chain(4)
     costs = measured(4, {None: (0.0, 1.0), chain: (0.1, 1.2), LookupArm(None, 4): (0.0, 1.2)})
-    lookup = [[1.0, 1.9, 2.7, 3.4, 4.0], [1.0], [1.0], [1.0, 1.2, 1.2, 1.2, 1.2]]
+    found = [1.0, 1.9, 2.7, 3.4, 4.0]
+    lookup = [found, found, [1.0], [1.0, 1.2, 1.2, 1.2, 1.2]]
     depths, arm = LookupChoice().choose(lookup, chain, [2.0] * 4, costs, 1.0)
-    assert arm.shape == chain and depths == [arm.depth, 0, 0, 0] and arm.depth >= 3
+    assert arm.shape == chain and depths == [arm.depth, arm.depth, 0, 0] and arm.depth >= 3
+
+
+def test_rows_without_a_match_count_as_much_as_the_others():
+    """Half of 16 rows would get 4 tokens in the time of 2: 2.5 a row in the mean, but the others wait for twice as
+    long."""
+    costs = measured(16, {None: (0.0, 1.0), LookupArm(None, 3): (0.0, 2.0)})
+    found = [1.0, 2.0, 3.0, 4.0]
+    assert LookupChoice().choose([found] * 8 + [[1.0]] * 8, None, [1.0] * 16, costs, 1.1) is None
+    assert LookupChoice().choose([found] * 15 + [[1.0]], None, [1.0] * 16, costs, 1.1) is not None
 
 
 def test_a_round_of_lookup_alone_is_not_timed_as_the_heads():
@@ -165,3 +177,30 @@ def test_one_slow_round_does_not_end_lookup():
     choice = LookupChoice()
     ran = [choice.choose([[1.0, 1.9]], None, [1.0], costs, 1.0) is not None for _ in range(2 * RETRY + 1)]
     assert [number for number, one in enumerate(ran) if one] == [0, RETRY, 2 * RETRY]
+
+
+@pytest.mark.parametrize(("batch", "searched"), [(1, [*range(40)]), (4, [*range(16), 16, 24, 32])])
+def test_texts_are_searched_less_where_lookup_never_drafts(small_target, small_draft, monkeypatch, batch, searched):
+    """With several rows, each round's search would be a cost of plain decoding. A later one reads all tokens since, and
+    finds what it would have found; once lookup drafts, every round is searched again."""
+    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": True}
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), **options)
+    chooser = ScriptedChoice([None] * 40 + [LookupArm(None, 1)] + [None] * 9)
+    engine.drafter.chooser, chooser.depths = chooser, [1] * batch
+    composed, rounds = engine.drafter.inner, []
+    lookups = composed.lookups
+    monkeypatch.setattr(composed, "lookups", lambda rows: rounds.append(len(rows[0].events)) or lookups(rows))
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    requests = [engine.add_request(REPEATED[row], params) for row in range(batch)]
+    for _ in range(40):
+        engine.step()
+    assert rounds == searched
+    found = [tokens for tokens, _ in lookups(requests)]
+    whole = [SuffixLookup(composed._rates) for _ in requests]
+    for one, request in zip(whole, requests, strict=True):
+        one.read(request)
+    assert found == [one.draft(MOST_DEPTH)[0] for one in whole] and any(found)
+    for _ in range(10):
+        engine.step()
+    engine.close()
+    assert rounds == [*searched, *range(40, 50)]

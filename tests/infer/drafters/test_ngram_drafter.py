@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
 
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundState, row_states
-from toolkit.infer.drafters.ngram_drafter import History, NgramDrafter, NgramLookup
+from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
@@ -18,31 +17,6 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
-
-
-def rescan(text: list[int], lookup: NgramLookup) -> list[int]:
-    """The definition: places after earlier occurrences of the text's end, longest n-gram first, then latest."""
-    places: list[int] = []
-    for size in range(lookup.max_n, lookup.min_n - 1, -1):
-        if size > len(text):
-            continue
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[-size:] and end not in places:
-                places.append(end)
-    return places
-
-
-@pytest.mark.parametrize("lookup", [NgramLookup(3, 1), NgramLookup(4, 2), NgramLookup(2, 2)])
-def test_the_index_finds_what_a_rescan_finds(lookup):
-    """Built token by token and in runs, over texts of 3 tokens where everything recurs."""
-    chance = random.Random(1)
-    for _ in range(20):
-        history, text = History(lookup), []
-        while len(text) < 60:
-            run = [chance.randrange(3) for _ in range(chance.randint(1, 6))]
-            history.extend(run)
-            text += run
-            assert history.tokens == text and list(history.places()) == rescan(text, lookup)
 
 
 def proposed(text: list[int], shape: str, min_n: int = 1):
@@ -115,7 +89,7 @@ def test_a_row_that_takes_anothers_place_keeps_its_text(small_target):
         for row, request in enumerate(engine._running):
             text = request.prompt_ids + request.output_ids
             drafted_from = text[: len(text) - request.events[-1].committed] if request.events else []
-            assert engine.drafter._histories[row].tokens == drafted_from
+            assert engine.drafter._texts[row].tokens == drafted_from
     engine.close()
     assert all(request.finished for request in requests)
     assert sum(event.offered for request in requests for event in request.events) > 0, "nothing was ever drafted"

@@ -122,7 +122,7 @@ def test_plain_rounds_measured_again_rescale_all_arms():
     costs.add(1, CHAIN_2, 1.0, 11.0)
     costs.add(4, None, 0.0, 15.0)  # nothing was drafted for so many
     costs.forget_plain()
-    assert costs.needs_plain(1) and not costs.needs_plain(4)
+    assert costs.needs_plain(1) and costs.needs_plain(4)
     costs.add(1, None, 0.0, 20.0)
     assert costs.all(1, (None, CHAIN_2, CHAIN_4)) == {None: 20.0, CHAIN_2: 24.0, CHAIN_4: 26.0}
-    assert costs.all(4, (None,)) == {None: 20.0} and not costs.needs_plain(1)
+    assert costs.all(4, (None,)) == {None: 20.0} and not costs.needs_plain(1) and costs.needs_plain(4)

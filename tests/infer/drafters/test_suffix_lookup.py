@@ -34,6 +34,25 @@ def test_the_automaton_finds_what_a_rescan_finds(symbols):
             assert automaton.match() == longest_repeat(text)
 
 
+@pytest.mark.parametrize("size, depth", [(1, 1), (1, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize("symbols", [2, 3, 9])
+def test_places_of_an_ngram_have_all_its_continuations(symbols, size, depth):
+    """Texts in which everything recurs. The definition: every earlier occurrence; the latest one comes first."""
+    chance = random.Random(symbols)
+    for _ in range(10):
+        automaton, text = SuffixAutomaton(), []
+        for _ in range(60):
+            text.append(chance.randrange(symbols))
+            automaton.append(text[-1])
+            ends = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == text[-size:]]
+            found = list(automaton.places(size, depth))
+            assert found[:1] == ends[:1] and set(found) <= set(ends) and found == sorted(found, reverse=True)
+            whole = [text[end : end + depth] for end in found if end + depth <= len(text)]
+            assert sorted(whole) == sorted(
+                map(list, {tuple(text[end : end + depth]) for end in ends if end + depth <= len(text)})
+            )
+
+
 def test_the_corpus_finds_the_longest_end_of_a_text():
     """Texts of 4 tokens, so ends recur; the next token is the most frequent one after the end."""
     chance = random.Random(0)

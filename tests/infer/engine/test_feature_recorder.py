@@ -87,6 +87,6 @@ def test_an_engine_with_graphs_is_refused(small_target):
         small_target, max_running_requests=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
         memory=MemorySettings(scattered_pages=True),
     )  # fmt: skip
-    with pytest.raises(EngineError, match="without `cuda_graph_max_bs`"):
+    with pytest.raises(EngineError, match="with `disable_cuda_graph`"):
         record_features(engine, LAYERS)
     engine.close()

@@ -15,8 +15,8 @@ from toolkit.infer.request.request import Request
 ARRIVALS = itertools.count()
 
 
-def request(name: str, tokens: int = 3) -> Request:
-    made = Request([1] * tokens, SamplingParams(), arrival=next(ARRIVALS), token_limit=99)
+def request(name: str, tokens: int = 3, priority: int = 0) -> Request:
+    made = Request([1] * tokens, SamplingParams(), arrival=next(ARRIVALS), token_limit=99, priority=priority)
     made.name = name
     return made
 
@@ -137,3 +137,55 @@ def test_a_prompt_being_read_steps_back_first():
     assert made.make_room() == [] and made.reading is None
     assert names(made.waiting) == "r" and names(made.running) == "a"
     made.memory.check_integrity()
+
+
+def test_a_lower_priority_number_goes_first():
+    """Among equals the order of arrival stays; a request that runs is not sent away for one that waits."""
+    made = empty(3)
+    for name, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0)):
+        made.enqueue(request(name, priority=priority))
+    assert names(made.waiting) == "cbda"
+    run_all(made, made.next_group(64))
+    assert names(made.running) == "cbd"
+    made.enqueue(request("e", priority=-9))
+    assert made.next_group(64) == [] and names(made.waiting) == "ea"
+    made.check_integrity()
+
+
+def test_the_least_urgent_steps_back_when_pages_run_out():
+    """Not the youngest: it would be the urgent one that came last. It waits at its place of the queue."""
+    made = empty(4, capacity=6)
+    for name, priority in (("a", 3), ("b", 0), ("c", -1)):
+        made.enqueue(request(name, priority=priority))
+    run_all(made, made.next_group(64))
+    made.enqueue(request("d", priority=3))
+    for one in made.running:
+        one.append_run([5] * 5, 0)
+    made.make_room()
+    assert sorted(names(made.running)) == ["b", "c"] and names(made.waiting) == "ad"
+    made.memory.check_integrity()
+
+
+def test_an_urgent_prompt_being_read_stays():
+    """The less urgent one that runs steps back, and the prompt moves into its row with the pages it has."""
+    made = empty(3, capacity=14)
+    made.enqueue(request("a"))
+    run_all(made, made.next_group(12))
+    made.enqueue(request("r", 40, priority=-1))
+    assert made.next_group(12) == [] and made.reading is not None
+    held = len(made.memory.pool.tables[1])
+    made.running[0].append_run([5] * 12, 0)
+    assert made.make_room() == [] and names(made.waiting) == "a" and made.running == []
+    assert made.reading is not None and len(made.memory.pool.tables[0]) >= held and not made.memory.pool.tables[1]
+    made.check_integrity()
+
+
+def test_prompts_of_a_failed_step_wait_at_their_places():
+    """A more urgent request may have come meanwhile."""
+    made = empty(4)
+    made.enqueue(request("a", priority=1))
+    made.enqueue(request("b", priority=1))
+    assert names(made.next_group(64)) == "ab"
+    made.enqueue(request("c", priority=0))
+    made.put_back()
+    assert names(made.waiting) == "cab" and made.memory.pool.held == 0

@@ -7,6 +7,7 @@ place of a graph. Sizes, guards, operators and hooks are those of a GPU.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from transformers import LlamaConfig
 
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings, UncachedMetadata
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import graph_settings
@@ -160,10 +163,12 @@ def test_where_nothing_would_be_compiled(own_target):
 @pytest.mark.parametrize("max_rows, graph_rows, bound", [(None, 64, 32), (None, 8, 8), (4, 64, 4)])
 def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     config = EngineConfig(target="x", torch_compile=True, torch_compile_max_bs=max_rows, cuda_graph_max_bs=graph_rows)
-    settings = graph_settings(config)
+    target = SimpleNamespace(device=CUDA, config=LlamaConfig())
+    settings = graph_settings(config, target, None)
     assert settings is not None and settings.compiled == CompileSettings(bound, "inductor")
-    alone = EngineConfig(target="x", torch_compile=True)
-    assert graph_settings(alone) is None
+    alone = replace(config, cuda_graph_max_bs=None)  # rounds of up to 16 requests are recorded
+    settings = graph_settings(alone, target, None)
+    assert settings is not None and settings.compiled == CompileSettings(max_rows or 16, "inductor")
 
 
 # -- eager rounds ------------------------------------------------------------------------------------------------------
@@ -210,6 +215,30 @@ def test_inductor_compiles_eager_rounds(own_target, small_draft):
     plain = answers(Engine(own_target, torch_compile=True))
     drafted = answers(Engine(own_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True))
     assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_inductors_loops_follow_the_number_of_threads(own_target, monkeypatch):
+    """With a thread for each of two cores, of two logical CPUs each, Inductor would write `num_threads(2)` into its
+    loops: a round with fewer threads would wait for a thread that another process keeps from running."""
+    threads, most = torch.get_num_threads(), 2
+    monkeypatch.setattr(os, "cpu_count", lambda: 2 * most)
+    at, states = torch.arange(5)[None], []
+    torch.set_num_threads(most)
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            engine, code = run_and_get_code(Engine, own_target, torch_compile=True)
+        loops = [line for program in code for line in program.splitlines() if "#pragma omp parallel" in line]
+        assert loops and not any("num_threads" in line for line in loops)
+        for number in (most, 1):
+            torch.set_num_threads(number)
+            with torch.inference_mode(), engine._around_step():
+                states.append(engine._forward(at + 3, at, UncachedMetadata()))
+        torch.testing.assert_close(*states)
+        compiled = answers(engine)
+    finally:
+        torch.set_num_threads(threads)
+    assert compiled == answers(Engine(own_target))
 
 
 def test_hooks_around_compiled_layers_fire(traced_programs, own_target):

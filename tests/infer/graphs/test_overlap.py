@@ -248,6 +248,26 @@ def test_the_host_waits_for_the_last_round_alone(agreeing, shape):
     engine.close()
 
 
+def test_a_shape_that_is_set_while_a_round_is_in_flight(small_target, build, recording):
+    """Recording its rounds then would overwrite the rows that the round in flight has left on the device. They are
+    recorded at their first use, and tokens are those of eager rounds."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engines = [watched(small_target, build("eagle3"), "3,1,4", capture).engine for capture in (recording, None)]
+    found = []
+    for engine in engines:
+        request = engine.add_request([5, 6, 7], params)
+        for _ in range(3):
+            engine.step()
+        before = recording.recorded
+        engine.set_shape(DraftShape.parse("2,1,3"))
+        assert recording.recorded == before
+        while engine.has_work():
+            engine.step()
+        found.append(request.output_ids)
+        engine.close()
+    assert recording.recorded == 13 and found[0] == found[1]
+
+
 def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, caplog):
     """Four buckets in three kinds of sampling, and one of those where drafts of the others are drawn by the head."""
     with caplog.at_level(logging.INFO, logger="toolkit"):
@@ -259,12 +279,14 @@ def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, ca
     )
     assert recording.recorded == 12
     engine.set_shape(DraftShape.parse("2,3,6"))
+    assert recording.recorded == 24, "those of another shape are recorded when it is set"
+    engine.set_shape(DraftShape.parse("2,3,6"))
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9))
-    assert recording.recorded == 13
+    assert recording.recorded == 24
     engine.close()
     drawing = Engine(
         small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=2, verify="block",
         graphs=GraphSettings(2, recording), memory=MemorySettings(scattered_pages=True),
     )  # fmt: skip
-    assert recording.recorded == 13 + 2
+    assert recording.recorded == 24 + 2
     drawing.close()

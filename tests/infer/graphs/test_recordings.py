@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -68,6 +69,18 @@ def test_recordings_share_a_pool_and_a_stream(device) -> None:
     assert len(ran) == 2 * (WARM_UPS + 1) and set(ran) == {first} and device.current is device.default
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_inside_a_capture(device, enabled) -> None:
+    """A collection frees what is in cycles, another graph among it, and a capture does not survive that."""
+    collecting = []
+    (gc.enable if enabled else gc.disable)()
+    try:
+        CudaCapture()(lambda: collecting.append(gc.isenabled()))
+        assert collecting == [enabled] * WARM_UPS + [False] and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("fails_in", [1, WARM_UPS + 1])
 def test_a_failure_tells_its_cause_and_leaves_the_stream(device, fails_in) -> None:
     """What runs next would else run beside the default stream, unordered; only a failure inside the capture ends all
@@ -79,7 +92,7 @@ def test_a_failure_tells_its_cause_and_leaves_the_stream(device, fails_in) -> No
         if len(runs) == fails_in:
             raise RuntimeError("somebody read a number")
 
-    with pytest.raises(EngineError, match="somebody read a number.*leave `cuda_graph_max_bs` out") as found:
+    with pytest.raises(EngineError, match="somebody read a number.*or set `disable_cuda_graph`") as found:
         CudaCapture()(run)
     assert isinstance(found.value, BrokenCaptureError) == (fails_in > WARM_UPS)
     assert device.current is device.default

@@ -69,14 +69,15 @@ def target_and_head() -> tuple[Target, DraftCheckpoint]:
 
 
 def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list[list[int]]:
-    """Ragged prompts, one read in chunks, a chain and then a tree."""
+    """Ragged prompts, one read in chunks; a chain, a tree, and a chain whose requests draw."""
     memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
     engine = Engine(target, draft, DraftShape.chain(2), max_running_requests=2, memory=memory)
     found = []
-    for shape in ("2,1,3", "3,3,8"):
+    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+    for shape, more in (("2,1,3", {}), ("3,3,8", {}), ("2,1,3", drawn)):
         engine.set_shape(DraftShape.parse(shape))
         prompts = [[3 + i * 5 % 17 for i in range(n)] for n in (4, 19)]
-        for request in engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True)):
+        for request in engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, **more)):
             found.append(request.output_ids)
             accepted += [event.accepted for event in request.events]
     engine.close()

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
-from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
-from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
+from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask, root_beams
 from toolkit.infer.request.draft_tree import without_padding
 from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
 
-SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
+# Bytes that a block can have, on the smallest GPUs that run what is compiled for these (sm_86 and sm_89 for sm_80).
+SHARED_MEMORY = {80: 101376, 90: 232448, 100: 232448}
 generator = torch.Generator()
 empty = torch.empty
 
@@ -48,7 +49,8 @@ def randint(high: int, *shape: int) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, on_cpu: bool) -> None:
-    """Both from the same numbers, `want` in fp32. bf16: the interpreter cuts off, a GPU rounds the weights too."""
+    """Both from the same numbers, `want` in fp32. bf16: the interpreter cuts off, a GPU rounds the weights too. fp32:
+    products in tf32x3 have the error of fp32, those in tf32 about 1000 times as much."""
     assert not got.isnan().any(), "something was not written, or something was read that nobody wrote"
     exact = got.dtype == torch.float32
     atol, rtol = (2e-5, 2e-5) if exact else (1e-3, 8e-3) if on_cpu else (1e-2, 1e-2)
@@ -102,7 +104,7 @@ class Attention:
         return (randn(len(self.held), self.new, heads, self.width) * 1.5).to(self.dtype).transpose(1, 2)
 
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 CAUSAL = [
     Attention(4, 1, 64, (0, 0), 7, page_size=4),  # prompts; every head its own keys
     Attention(3, 3, 64, (0, 5, 37), 1, BF16, compiled=True),  # decoding
@@ -116,6 +118,7 @@ CAUSAL = [
     Attention(1, 3, 96, (9,), 50, BF16, window=16, softcap=3.0),  # more than one tile
     Attention(2, 4, 128, (1, 70), 40, BF16, page_size=32, sinks=True, compiled=True),
     Attention(1, 1, 64, (50, 0), 1, window=1, page_size=2),  # sees itself only
+    Attention(2, 3, 64, (21, 0), 20, FP16),
 ]
 TREES = [
     Attention(4, 1, 64, (0, 5, 37), 1, nodes=1, page_size=4, compiled=True),  # decoding; one row begins with nothing
@@ -127,10 +130,11 @@ TREES = [
     Attention(2, 3, 128, (2, 17), 7, nodes=7),
     Attention(1, 2, 256, (23,), 11, nodes=11, window=9, softcap=3.0, sinks=True, compiled=True),
     Attention(1, 1, 64, (3, 18), 64, nodes=64, sinks=True),
-    Attention(2, 4, 128, (19,), 64, BF16, nodes=64, compiled=True),  # the sign bit of the mask's word
-    Attention(1, 2, 64, (5, 9), 6, BF16, nodes=70, window=4),  # the newest of more nodes than a word has bits
+    Attention(2, 4, 128, (19,), 64, BF16, nodes=64, compiled=True),
+    Attention(1, 2, 64, (5, 9), 6, BF16, nodes=70, window=4),  # the newest of more nodes than a block of keys
     Attention(2, 2, 24, (8, 17), 5, nodes=9, value_width=12, page_size=4),
     Attention(1, 3, 64, (2, 30), 128, nodes=130),
+    Attention(2, 4, 128, (19, 1), 9, FP16, nodes=9),
     # Trees of every size around a tile's and a block's, two ragged rows.
     *(Attention(1, 2, 16, (5, 18), n, nodes=n, page_size=4) for n in (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64)),
 ]
@@ -153,7 +157,7 @@ def attention(case: Attention) -> Callable[[Ops, Ops, str], None]:
         if case.nodes:
             parents, depths = random_trees(len(case.held), case.nodes)
             mask = ancestor_mask(parents[:, 1:], case.nodes)
-            more = (pack_bits(mask[:, -case.new :]), case.nodes, depths)
+            more = (mask[:, -case.new :], depths)
         op = "attend_tree" if case.nodes else "attend_causal"
         clean = replace(pages, keys=pages.keys.nan_to_num().float(), values=pages.values.nan_to_num().float())
         want = getattr(reference, op)(q.float(), clean, held, *more, scoring)
@@ -174,23 +178,69 @@ def attention(case: Attention) -> Callable[[Ops, Ops, str], None]:
 
 def writing(rows: int, new: int, heads: int, width: int, value_width: int, dtype: torch.dtype) -> Callable[..., None]:
     def compare(kernels: Ops, reference: Ops, device: str) -> None:
-        entries = 16 * (rows * new + 2)
-        places = (torch.randperm(entries - 16, generator=generator)[: rows * new] + 16).view(rows, new)
-        places[-1, new // 2 :] = 3  # padding: several to one entry that nobody reads
+        size, first = 4, 2
+        starts = randint(9, rows)
+        count = -(-(int(starts.max()) + first + new) // size)
+        table = (torch.randperm(rows * count, generator=generator) + 1).view(rows, count)
+        table[-1, count // 2 :] = 0  # padding: several to one entry that nobody reads
         keys, values = (randn(rows, heads, new, one, dtype=dtype).transpose(1, 2) for one in (width, value_width))
         found = []
         for ops, where in ((kernels, device), (reference, "cpu")):
             stores = [
-                torch.full((entries, heads, one), float("nan"), dtype=dtype, device=where)
+                torch.full(((rows * count + 1) * size, heads, one), float("nan"), dtype=dtype, device=where)
                 for one in (width, value_width)
             ]
-            ops.write_kv(*stores, keys.to(where), values.to(where), places.to(where))
+            pages = Pages(*stores, table.to(where), size, count * size)
+            ops.write_kv(pages, keys.to(where), values.to(where), starts.to(where), first)
             found.append([store.cpu() for store in stores])
         for mine, wanted in zip(*found, strict=True):
-            assert torch.equal(mine[16:].nan_to_num(nan=99.0), wanted[16:].nan_to_num(nan=99.0))
-            assert torch.equal(mine[:3].isnan(), wanted[:3].isnan()), "written where nothing belongs"
+            assert torch.equal(mine[size:].nan_to_num(nan=99.0), wanted[size:].nan_to_num(nan=99.0))
 
     return compare
+
+
+def moving(rows: int, nodes: int, layers: int, heads: int, width: int, value_width: int) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        size, lengths = 4, randint(9, rows)
+        count = -(-(8 + nodes) // size)
+        table = (torch.randperm(rows * count, generator=generator) + 1).view(rows, count)
+        longest = min(5, nodes)
+        accepted = randint(longest, rows)
+        accepted[0] = longest - 1
+        path = torch.zeros(rows, longest, dtype=torch.long)
+        for row in range(rows):
+            kept = torch.randperm(nodes - 1, generator=generator)[: accepted[row]].sort().values + 1
+            path[row, 1 : 1 + len(kept)] = kept
+        given = [randn(layers, (rows * count + 1) * size, heads, one) for one in (width, value_width)]
+        found = []
+        for ops, where in ((kernels, device), (reference, "cpu")):
+            stores = [list(one.clone().to(where)) for one in given]
+            ops.compact(*stores, table.to(where), size, *(one.to(where) for one in (lengths, path, accepted)))
+            found.append([torch.stack(store).cpu() for store in stores])
+        for mine, wanted, before in zip(*found, given, strict=True):
+            assert torch.equal(mine, wanted) and not torch.equal(mine, before)
+
+    return compare
+
+
+def in_a_large_pool(kernels: Ops, _reference: Ops, device: str) -> None:
+    """At the end of a pool of more than 2^31 elements: written, moved and read as at the beginning of a small one. Both
+    keys and values are in it, and on a CPU only what is touched takes memory."""
+    kv_heads, groups, width, size, span = 8, 2, 128, 16, 48
+    new = randn(2, span, kv_heads, width, dtype=BF16).to(device)
+    q = randn(2, 5, kv_heads * groups, width, dtype=BF16).transpose(1, 2).to(device)
+    mask = ancestor_mask(random_trees(2, 5)[0][:, 1:], 5).to(device)
+    lengths, path = torch.tensor([31, 9]).to(device), torch.tensor([[0, 1, 3], [0, 4, 0]]).to(device)
+    found = []
+    for pages in (8, 2**31 // (kv_heads * width * size) + 8):
+        store = empty(pages * size, kv_heads, width, dtype=BF16, device=device)
+        table = (torch.tensor([[5, 3, 1], [2, 6, 4]]) + pages - 8).to(device)
+        there = Pages(store, store, table, size, span)
+        kernels.write_kv(there, new, new, torch.zeros_like(lengths), 0)
+        kernels.compact([store], [store], table, size, lengths, path, torch.tensor([2, 1]).to(device))
+        found.append(kernels.attend_tree(q, there, lengths, mask, None, Scoring(0.1)).cpu())
+        found.append(kernels.attend_causal(q, there, lengths, Scoring(0.1)).cpu())
+    assert not found[0].isnan().any() and torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 def walking(rows: int, nodes: int) -> Callable[..., None]:
@@ -221,6 +271,115 @@ def sibling_numbers(parents: torch.Tensor) -> torch.Tensor:
     """Which child of its parent each node is: siblings differ."""
     same = (parents[:, None] == parents).tril(diagonal=-1)
     return same.sum(dim=1)
+
+
+def turning(tokens: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> Callable[..., None]:
+    """Queries and keys as parts of one product, cos and sin as parts of one table."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        product = randn(tokens, heads + kv_heads, width, dtype=dtype)
+        table = randn(tokens, 1, 2 * width, dtype=dtype)
+        given = (*product.split((heads, kv_heads), dim=1), *table.chunk(2, dim=-1))
+        want = reference.rotate(*(one.float() for one in given))
+        moved_product, moved_table = product.to(device), table.to(device)
+        got = kernels.rotate(*moved_product.split((heads, kv_heads), dim=1), *moved_table.chunk(2, dim=-1))
+        for mine, wanted in zip(got, want, strict=True):
+            assert mine.dtype == dtype and mine.is_contiguous()
+            close(mine.cpu(), wanted, device == "cpu")
+
+    return compare
+
+
+def gating(tokens: int, width: int, dtype: torch.dtype) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        gate, up = (3 * randn(tokens, width, dtype=dtype) for _ in range(2))
+        got = kernels.gated(gate.to(device), up.to(device))
+        assert got.dtype == dtype
+        close(got.cpu(), reference.gated(gate.float(), up.float()), device == "cpu")
+
+    return compare
+
+
+def norming(rows: int, width: int, dtype: torch.dtype, offset: float, rounded: bool) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        x, weight = 2 * randn(rows, 3, width, dtype=dtype), randn(width, dtype=dtype)
+        x = x[:, :2]  # rows apart
+        want = reference.rms_norm(x.float(), weight.float(), 1e-6, offset, rounded)
+        got = kernels.rms_norm(x.to(device), weight.to(device), 1e-6, offset, rounded)
+        assert got.dtype == dtype and got.shape == x.shape
+        allowed = 2.0**-6 if dtype == BF16 else 2e-5  # bf16: rounded twice, and the interpreter cuts off
+        assert ((got.cpu().float() - want).abs() <= allowed * (want.abs() + 0.1)).all()
+
+    return compare
+
+
+def cutting(vocabulary: int, spread: float) -> Callable[..., None]:
+    """A row for each way to cut, and rows with ties at the cut and with impossible tokens."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        ways = ((0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (9, 0.6, 0.0), (0, 0.9999, 0.0), (0, 1.0, 0.2))
+        ways += ((vocabulary, 1.0, 0.0), (vocabulary + 9, 0.5, 0.0), (3, 0.9, 0.4), (0, 0.999, 1.0), (1, 1.0, 0.0))
+        top_k, top_p, min_p = zip(*ways, strict=True)
+        settings = torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p)
+        for number in range(3):
+            logits = randn(len(ways), vocabulary) * spread
+            if number == 1:
+                logits = logits.round()
+            if number == 2:
+                logits[:, vocabulary // 2 :] = -torch.inf
+            want = reference.least_kept(logits, *settings, (vocabulary,))
+            got = kernels.least_kept(logits.to(device), *(one.to(device) for one in settings), (vocabulary,)).cpu()
+            mine, wanted = ((logits >= floor) & (logits > -torch.inf) for floor in (got, want))
+            assert torch.equal(mine[settings[1] == 1], wanted[settings[1] == 1])
+            # Sums are rounded in another order: tokens with less than that share may be kept or not.
+            probs = torch.softmax(logits.double(), dim=-1)
+            assert ((probs * mine).sum(dim=1) - (probs * wanted).sum(dim=1)).abs().max() < 1e-6
+
+    return compare
+
+
+def numbering(rows: int, width: int) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows, 1), generator=generator)
+        positions = randint(2**31, rows, width)
+        positions[0, 0] = 2**40
+        want = reference.uniform(seeds, positions)
+        assert torch.equal(kernels.uniform(seeds.to(device), positions.to(device)).cpu(), want)
+        alone = kernels.uniform(seeds[0].to(device), positions[0].to(device))
+        assert torch.equal(alone.cpu(), want[0])
+
+    return compare
+
+
+def growing(k: int, steps: int, rows: int, own: bool, ties: bool) -> Callable[..., None]:
+    """All levels of a tree; own: rows of other shapes than the batch's."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        unread, drafted = 5, k * (steps - 1)
+        to_target = randint(900, 50)
+        widths = [torch.tensor([k - (row + level) % (k + 1) for row in range(rows)]) for level in range(steps)]
+        steps_of = []
+        for level in range(steps):
+            scores = -torch.rand(rows, k if level else 1, k, generator=generator)
+            scores = (scores.mul(2).round() if ties else scores).sort(dim=2, descending=True).values
+            scores[0, 0, k // 2 :] = -torch.inf
+            steps_of.append((scores, randint(50, *scores.shape)))
+        sees = (torch.arange(unread + drafted) < 1 + randint(unread, rows)[:, None])[:, None]
+        found = []
+        for ops, where in ((kernels, device), (reference, "cpu")):
+            made = Candidates.empty(rows, k + (steps - 1) * k * k, torch.device(where))
+            beams, first, every = root_beams(sees.to(where)), 0, []
+            for level, step in enumerate(steps_of):
+                node = None if level + 1 == steps else unread + k * level
+                given = (*(one.to(where) for one in step), to_target.to(where), made, first)
+                beams = ops.grow_beams(beams, *given, widths[level].to(where) if own else None, node)
+                every += [one.cpu() for one in beams]
+                first += step[0][0].numel()
+            found.append([*every, *(one.cpu() for one in made)])
+        for number, (mine, wanted) in enumerate(zip(*found, strict=True)):
+            assert torch.equal(mine, wanted), number
+
+    return compare
 
 
 def ranking(k: int, steps: int, nodes: tuple[int, ...], ties: bool) -> Callable[..., None]:
@@ -389,7 +548,16 @@ WRITES = (
     (2, 3, 2, 24, 12, FP32), (3, 5, 3, 64, 64, BF16), (1, 1, 9, 128, 256, FP32), (2, 4, 1, 96, 96, BF16),
     (1, 2, 5, 256, 256, BF16), (2, 64, 1, 64, 64, FP32),
 )  # fmt: skip
+MOVES = ((1, 9, 3, 2, 16, 16), (3, 32, 2, 3, 24, 12), (4, 6, 1, 1, 64, 64), (2, 64, 4, 9, 128, 128))
 WALKS = ((2, 1), (3, 2), (5, 4), (6, 16), (4, 32), (3, 63), (9, 64), (3, 70))
+TURNS = ((1, 32, 8, 128, BF16), (5, 3, 3, 64, FP32), (7, 4, 1, 24, FP32), (2, 6, 2, 96, BF16))
+GATES = ((1, 14336, BF16), (5, 100, FP32), (3, 1024, BF16))
+NORMS = (
+    (2, 4096, BF16, 0.0, True), (3, 100, FP32, 0.0, True), (2, 128, BF16, 1.0, False), (1, 64, FP32, 0.0, False),
+)  # fmt: skip
+CUTS = ((40, 1.0), (1500, 0.3), (3000, 3.0))
+NUMBERS = ((1, 1), (3, 70), (200, 2))
+GROWN = ((8, 7, 2, False, False), (3, 4, 3, True, False), (2, 2, 1, False, True), (10, 3, 2, True, True))
 RANKINGS = (
     (1, 3, (4, 4), False), (3, 3, (9, 9, 9), True), (2, 4, (14, 1, 9), True), (8, 4, (32, 20), False),
     (2, 2, (2, 2), True), (4, 5, (63, 63), True), (8, 7, (64, 64), True), (8, 3, (64, 2), False),
@@ -398,12 +566,20 @@ ROWS_OF_LOGITS = ((1, 7, FP32), (3, 4096, BF16), (5, 9001, FP32), (2, 4097, BF16
 TOPS = ((1, 7, 7, FP32), (3, 4097, 4, BF16), (2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 128256, 8, BF16))
 GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "write_kv": [(str(case), writing(*case), case[2] == 3) for case in WRITES],
+    "compact": [(str(case), moving(*case), case[1] in (9, 32)) for case in MOVES],
     "attend_causal": [(str(case), attention(case), case.compiled) for case in CAUSAL],
     "attend_tree": [(str(case), attention(case), case.compiled) for case in TREES],
     "follow_choices": [(str(case), walking(*case), case[1] == 64) for case in WALKS],
+    "rotate": [(str(case), turning(*case), case[3] in (128, 24)) for case in TURNS],
+    "gated": [(str(case), gating(*case), case[1] == 14336) for case in GATES],
+    "rms_norm": [(str(case), norming(*case), case[1] in (4096, 128)) for case in NORMS],
+    "least_kept": [(str(case), cutting(*case), case[0] == 3000) for case in CUTS],
+    "uniform": [(str(case), numbering(*case), case[0] == 3) for case in NUMBERS],
+    "grow_beams": [(str(case), growing(*case), case[0] in (8, 3)) for case in GROWN],
     "rank_candidates": [(str(case), ranking(*case), case[0] == 8) for case in RANKINGS],
     "argmax": [(str(case), greedy(*case), case[1] in (9001, 128256)) for case in ROWS_OF_LOGITS],
     "top_log_probs": [(str(case), top(*case), case[1] in (4096, 9001, 128256)) for case in TOPS],
+    "large_pool": [("more than 2^31 elements", in_a_large_pool, False)],
     "unrolled": [(str(case), unrolled(case), case.compiled) for case in UNROLLED],
     "score_rows": [
         (f"{name} {case}", scoring(name, *case), case[1] == 9001)
@@ -428,24 +604,41 @@ def compare(device: str, kernels: Ops, groups: Iterable[str]) -> Iterator[tuple[
             yield group, len(cases), None
 
 
-class Captured(Exception):
-    """The kernel's result is not there: nothing was launched."""
+def multiply_as_a_gpu() -> None:
+    """Triton's interpreter multiplies fp32 in fp32, whatever `input_precision` is. From now on it does as tensor cores:
+    factors rounded to tf32, or with tf32x3 each factor as the sum of two such numbers."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plainly = InterpreterBuilder.create_dot
+
+    def rounded(x: Any) -> Any:
+        return ((x.view("int32") + 0x1000) & ~0x1FFF).view("float32")
+
+    def create_dot(builder: Any, a: Any, b: Any, sums: Any, precision: Any, most_imprecise: int) -> Any:
+        def product(left: Any, right: Any, onto: Any) -> Any:
+            return plainly(builder, replace_data(a, left), replace_data(b, right), onto, precision, most_imprecise)
+
+        name = str(precision).rsplit(".", 1)[-1].upper()
+        if name == "IEEE" or a.data.dtype != "float32":
+            return plainly(builder, a, b, sums, precision, most_imprecise)
+        left, right = rounded(a.data), rounded(b.data)
+        if name == "TF32X3":
+            sums = product(rounded(a.data - left), right, product(left, rounded(b.data - right), sums))
+        return product(left, right, sums)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def replace_data(handle: Any, data: Any) -> Any:
+    return type(handle)(data, handle.dtype)
 
 
 def compile_for(capability: int) -> Iterator[tuple[str, int, str | None]]:
     """Launches are caught with their arguments, and compiled as the launch would have them."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime import JITFunction
+    from compiled import Launch, catch_launches, compile_variant, variant
 
-    target = GPUTarget("cuda", capability, 32)
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def catch(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
-        launches.append((kernel, args, settings))
-
-    JITFunction.run = catch
+    launches: list[Launch] = []
+    catch_launches(launches)
     kernels = triton_ops()
     for group, cases in GROUPS.items():
         launches.clear()
@@ -455,44 +648,16 @@ def compile_for(capability: int) -> Iterator[tuple[str, int, str | None]]:
                     case(kernels, REFERENCE, "cpu")
                 except Exception:  # its numbers are wrong: nothing ran
                     assert launches, f"{name}\n{traceback.format_exc()}"
-        done: set[str] = set()
-        for kernel, args, settings in launches:
-            signature: dict[str, str] = {}
-            constants: dict[tuple[int, ...], Any] = {}
-            aligned: dict[tuple[int, ...], Any] = {}
-            given = dict(zip(kernel.arg_names, args, strict=False)) | settings
-            for place, name in enumerate(kernel.arg_names):
-                kind = argument_type(given[name]) if not kernel.params[place].is_constexpr else "constexpr"
-                signature[name] = kind
-                if kind == "constexpr":
-                    constants[(place,)] = given[name]
-                elif kind.startswith("*") or (kind == "i32" and given[name] % 16 == 0):
-                    aligned[(place,)] = [["tt.divisibility", 16]]
-            options = {name: value for name, value in settings.items() if name not in kernel.arg_names}
-            key = repr((kernel.__name__, signature, constants, options))
-            if key in done:
-                continue
-            done.add(key)
-            source = ASTSource(kernel, signature, constants, aligned)
+        variants = {one.key(): one for one in (variant(launch, capability) for launch in launches)}
+        for number, (key, one) in enumerate(variants.items()):
             try:
-                made = triton.compile(source, target=target, options=options)
-                assert made.metadata.shared <= SHARED_MEMORY, f"{made.metadata.shared} bytes of shared memory"
-                assert made.asm["cubin"]
+                made = compile_variant(one, capability)
+                assert made.shared <= SHARED_MEMORY[capability], f"{made.shared} bytes of shared memory"
             except Exception:
-                yield group, len(done), f"{key}\n{traceback.format_exc()}"
+                yield group, number, f"{key}\n{traceback.format_exc()}"
                 break
         else:
-            yield group, len(done), None
-
-
-def argument_type(value: Any) -> str:
-    """How Triton's launcher types an argument."""
-    if value is None or (isinstance(value, int) and value == 1):
-        return "constexpr"
-    if isinstance(value, torch.Tensor):
-        names = {"float32": "fp32", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "uint8": "u8"}
-        return "*" + names[str(value.dtype).removeprefix("torch.")]
-    return "i32" if isinstance(value, int) else "fp32"
+            yield group, len(variants), None
 
 
 if __name__ == "__main__":
@@ -503,5 +668,7 @@ if __name__ == "__main__":
         from toolkit.infer.kernels.triton import paged_attention as triton_paged_attention
 
         triton_paged_attention.PART_KEYS = 16  # several parts of few keys
+        if where == "cpu":
+            multiply_as_a_gpu()
         outcomes = compare(where, triton_ops(), GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

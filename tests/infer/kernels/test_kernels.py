@@ -15,21 +15,40 @@ import numpy
 import pytest
 import torch
 
+from toolkit.infer.kernels import dispatch
 from toolkit.infer.kernels.dispatch import REFERENCE, ops_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # kernel -> cases that hold it against its reference, and variants of it that are compiled
 GROUPS = {
     "write_kv": (6, 1),
-    "attend_causal": (12, 5),
-    "attend_tree": (25, 8),
+    "compact": (4, 2),
+    "attend_causal": (13, 5),
+    "attend_tree": (26, 8),
     "follow_choices": (8, 1),
+    "rotate": (4, 2),
+    "gated": (3, 1),
+    "rms_norm": (4, 2),
+    "least_kept": (3, 1),
+    "uniform": (3, 1),
+    "grow_beams": (4, 5),
     "rank_candidates": (8, 4),
     "argmax": (5, 2),
-    "top_log_probs": (5, 5),
+    "top_log_probs": (5, 6),
 }
 TRAINING = {"score_rows": (12, 4), "unrolled": (9, 15)}
-ALL = {**GROUPS, **TRAINING}
+ALL = {**GROUPS, "large_pool": (1, 0), **TRAINING}
+# Bytes of registers that a thread spills at most at shapes of real models, by kernel and dtype; 0 for the rest. They
+# may only fall. Compilers differ: these hold for Triton 3.6 and 3.9.
+SPILLED = {
+    "causal_parts": {"fp32": 16},
+    "tree_parts": {"bf16": 28, "fp32": 56},
+    "_forward": {"bf16": 52, "fp32": 96},
+    "_queries_part": {"fp32": 200},
+    "_keys_part": {"bf16": 64, "fp32": 312},
+}
+# Bytes of shared memory that a block can have; for sm_80 those of sm_86 and sm_89, whose kernels are the same.
+SHARED = {80: 101376, 90: 232448}
 
 
 @cache
@@ -39,6 +58,12 @@ def outcomes(what: str, where: str) -> dict[str, Any]:
 
 
 def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
+    """The JSON object that a program beside this file prints."""
+    [found] = lines_of(program, *given, interpreted=interpreted)
+    return found
+
+
+def lines_of(program: str, *given: str, interpreted: bool) -> list[dict[str, Any]]:
     """What a program beside this file prints; a process of its own, since the interpreter is chosen at import."""
     pytest.importorskip("triton")
     if interpreted and not interpreter_works():
@@ -47,7 +72,7 @@ def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
     line = [sys.executable, str(Path(__file__).with_name(program)), *given]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def interpreter_works() -> bool:
@@ -99,6 +124,18 @@ def test_kernel_compiles_for_gpus(capability: int, group: str) -> None:
     assert found["count"] == ALL[group][1]
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", SHARED)
+def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
+    """A kernel that keeps too much in registers works, many times slower; one with too large tiles is not launched."""
+    # The rest of the kernels is the same on all GPUs, and far from any limit.
+    found = lines_of("spills.py", str(capability), *([] if capability == max(SHARED) else ["dots"]), interpreted=False)
+    assert len(found) > 30
+    for one in found:
+        assert one["spilled"] <= SPILLED.get(one["kernel"], {}).get(one["dtype"], 0), one
+        assert one["shared"] <= SHARED[capability], one
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("group", ALL)
@@ -116,3 +153,10 @@ def test_the_choice_is_made_by_device() -> None:
     on_gpu = ops_for("cuda")
     assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree
     assert not {getattr(on_gpu, name) for name in GROUPS} & {getattr(REFERENCE, name) for name in GROUPS}
+
+
+def test_an_old_gpu_gets_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing multiplies neither bfloat16 nor tf32: the first launch of a kernel would fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert dispatch._choose("cuda") is REFERENCE

@@ -47,7 +47,7 @@ def test_every_option_has_a_help_text_that_names_options():
         ({"target": "x", "mem_fraction_static": 0.5, "max_total_tokens": 4096}, "both size the cache"),
         ({"draft": "y", "shape": "4,1"}, "`shape`: .*4,1,5"),
         ({"target": "x", "tensor_parallel_size": 0}, "`tensor_parallel_size` is 0; at least 1"),
-        ({"target": "x", "dtype": "float16"}, "`dtype` is 'float16'; one of auto, bfloat16, float32"),
+        ({"target": "x", "dtype": "half"}, "`dtype` is 'half'; one of auto, bfloat16, float16, float32"),
         ({"target": "x", "verify": "luck"}, "`verify` is 'luck'; one of auto, target, rejection, block"),
         ({"target": "x", "draft": "ngram", "draft_quantization": "int8"}, "int8, but there is no draft head"),
         ({"target": "x", "torch_compile_max_bs": 4}, "`torch_compile_max_bs` is 4, but `torch_compile` is not set"),
@@ -63,6 +63,9 @@ def test_every_option_has_a_help_text_that_names_options():
             {"target": "x", "tensor_parallel_size": 2, "quantization": "int4"},
             "`quantization` is int4; they cannot",
         ),
+        ({"target": "x", "deterministic": True, "torch_compile": True}, "for `torch_compile`, leave it out"),
+        ({"target": "x", "deterministic": True, "tensor_parallel_size": 2}, "for `tensor_parallel_size`, set it to 1"),
+        ({"draft": "x", "deterministic": True, "verify": "block"}, "`verify` is block.*set it to target"),
     ],
 )
 def test_what_does_not_go_together_on_a_cpu(options, says):
@@ -75,16 +78,53 @@ def test_what_does_not_go_together_on_a_cpu(options, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"torch_compile": True}, "recorded rounds are compiled there: set `cuda_graph_max_bs`"),
+        (
+            {"torch_compile": True, "disable_cuda_graph": True},
+            "only CUDA graphs are compiled, and `disable_cuda_graph`",
+        ),
+        ({"draft": "y", "torch_compile": True, "lookup": True}, "only CUDA graphs are compiled, and `lookup` is set"),
         ({"draft": "y", "draft_quantization": "int8"}, "the device is cuda; int8 heads need a CPU"),
-        ({"torch_compile": True, "torch_compile_max_bs": 8, "cuda_graph_max_bs": 4}, "8 and `cuda_graph_max_bs` is 4;"),
+        ({"torch_compile": True, "torch_compile_max_bs": 8, "cuda_graph_max_bs": 4}, "is 8 and rounds of at most 4"),
+        ({"torch_compile": True, "torch_compile_max_bs": 17}, "is 17 and rounds of at most 16"),
+        ({"disable_cuda_graph": True, "cuda_graph_max_bs": 4}, "are both set; leave one of them out"),
+        (
+            {"draft": "y", "adaptive": True, "disable_overlap_schedule": True},
+            "only CUDA graphs overlap, and `adaptive`",
+        ),
         ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4; they cannot be combined"),
+        ({"deterministic": True}, "`deterministic` is set and `device` is cuda.*set it to cpu"),
     ],
 )
 def test_what_does_not_go_together_on_a_gpu(options, says):
     """The device type is handed in, so that this is tested without a GPU."""
     with pytest.raises(ConfigError, match=says):
         EngineConfig(target="x", **options).check("cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"shape": "4,3,12", "verify": "block"}, None),
+        ({"cuda_graph_max_bs": 4}, None),
+        ({"disable_cuda_graph": True}, "`disable_cuda_graph` is set"),
+        ({"adaptive": True}, "`adaptive` is set, and a graph has one draft shape"),
+        ({"lookup": True}, "`lookup` is set"),
+        ({"lookup_corpus": "texts.jsonl"}, "`lookup` is set"),
+        ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is above 1"),
+    ],
+)
+def test_rounds_are_recorded_on_a_gpu_unless_an_option_rules_it_out(options, says):
+    """A user of `toolkit serve` gets graphs without an option. What a graph cannot run is no error: it runs eagerly."""
+    config = EngineConfig(target="x", draft="y", **options)
+    why = config.why_eager("cuda")
+    assert (why is None) if says is None else says in why
+    assert config.why_eager("cpu") == "the device is cpu"
+
+
+@pytest.mark.parametrize(("running", "asked", "rows"), [(16, None, 16), (200, None, 64), (200, 128, 128), (8, 32, 32)])
+def test_the_rows_of_recorded_rounds(running, asked, rows):
+    assert EngineConfig(target="x", max_running_requests=running, cuda_graph_max_bs=asked).recorded_rows == rows
 
 
 def test_verifiers_and_shapes():
@@ -108,9 +148,13 @@ def test_the_cache_holds_a_page():
 def test_what_goes_together():
     """A check that refuses everything would pass the tests above."""
     EngineConfig(target="x", torch_compile=True).check("cpu")
+    EngineConfig(draft="x", shape="4,4,16", deterministic=True, quantization="int8").check("cpu")
     EngineConfig(draft="y", shape="4,1,5", adaptive=True, token_map="z", draft_quantization="int8").check("cpu")
     compiled = {"cuda_graph_max_bs": 4, "torch_compile": True, "torch_compile_max_bs": 2}
     EngineConfig(target="x", draft="y", disable_overlap_schedule=True, **compiled).check("cuda")
+    EngineConfig(target="x", draft="y", disable_overlap_schedule=True, torch_compile=True).check("cuda")
+    EngineConfig(target="x", draft="y", adaptive=True, lookup=True).check("cuda")
+    EngineConfig(target="x", disable_cuda_graph=True).check("cpu")
 
 
 def test_unknown_options_name_the_nearest():

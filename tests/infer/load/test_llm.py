@@ -196,6 +196,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ([[*HELLO, "hi"]], "prompt 0, message 1 is 'hi' .str."),
         ([[{"role": "human", "content": "hi"}]], "prompt 0, message 0: 'role'"),
         ([[{"role": "user", "content": "hi", "weight": 1}]], "prompt 0, message 0: unknown field 'weight'"),
+        ([[{"role": "user", "content": "hi", "audio": "x" * 999}]], "prompt 0, message 0: .{,50}x{50,90}[.]{3}, only"),
     ],
 )
 def test_what_is_no_prompt(tiny_target, prompts, says):

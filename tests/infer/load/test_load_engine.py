@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import LlamaConfig, Qwen3NextConfig
 
 from toolkit.checkpoint.draft_dir import DraftDirError
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import ConfigError, EngineConfig
-from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.load.load_engine import graph_settings, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -85,3 +90,36 @@ def test_draft_that_names_no_target(draft):
     write_json(draft / "config.json", config)
     with pytest.raises(DraftDirError, match="`target`"):
         load_engine(EngineConfig(draft=draft))
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "config", "says"),
+    [
+        ({}, None, LlamaConfig(), None),
+        ({"cuda_graph_max_bs": 4}, None, LlamaConfig(), None),
+        ({}, NgramLookup(), LlamaConfig(), "n-gram lookup drafts on the host"),
+        ({}, None, Qwen3NextConfig(), "the target has linear-attention layers"),
+        ({"adaptive": True}, None, LlamaConfig(), "`adaptive` is set"),
+    ],
+)
+def test_graphs_are_the_default_on_a_gpu(options, draft, config, says, caplog):
+    """Every engine asks here, so serve, LLM, rollouts and measurements record. What cannot be recorded runs eagerly,
+    and one line of the log says why."""
+    target = SimpleNamespace(device=torch.device("cuda", 0), config=config)
+    with caplog.at_level(logging.INFO):
+        settings = graph_settings(EngineConfig(max_running_requests=8, **options), target, draft)
+    if says is None:
+        assert settings is not None and settings.max_rows == options.get("cuda_graph_max_bs", 8) and settings.overlap
+        assert not caplog.records
+    else:
+        assert settings is None
+        (line,) = caplog.messages
+        assert line.startswith("rounds run eagerly, not as CUDA graphs:") and says in line
+
+
+def test_no_graphs_on_a_cpu(caplog):
+    """Nothing changes there, and nothing is said."""
+    target = SimpleNamespace(device=torch.device("cpu"), config=LlamaConfig())
+    with caplog.at_level(logging.INFO):
+        assert graph_settings(EngineConfig(), target, None) is None
+    assert not caplog.records

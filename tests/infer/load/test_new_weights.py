@@ -6,6 +6,7 @@ in whatever format, would change tokens or drafts.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import weakref
@@ -22,7 +23,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.errors import TargetError
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import cpu_door
-from toolkit.infer.load import llm as llm_module
+from toolkit.infer.engine import engine as engine_module
 from toolkit.infer.load.config import ConfigError
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.targets.target import Target
@@ -364,24 +365,37 @@ def test_a_draft_that_does_not_fit_changes_nothing(folders, tmp_path):
         llm.refresh_draft({})
 
 
-def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch):
-    """Short memory is no ValueError. What was built of the next engine must be free when the old one is built again."""
-    built, parts = llm_module.build_engine, []
+@pytest.mark.parametrize("failures", [1, 2])
+def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch, failures):
+    """Short memory is no ValueError. What was built of the next engine, its cache and its hooks on the target, must be
+    gone when the old one is built again; if that fails too, the LLM says that it is closed, and closes quietly."""
+    own, caches = engine_module.RoundState, []
 
-    def build(config, target, draft):
-        if draft.kind == "mtp":
-            part = torch.zeros(1)
-            parts.append(weakref.ref(part))
-            raise torch.OutOfMemoryError("no room for the cache")
-        assert all(part() is None for part in parts), "a part of the next engine is held"
-        return built(config, target, draft)
+    def short_of_memory(rows, pool, device):  # after the cache and the drafter, whose hooks are on the target
+        assert not any(cache() for cache in caches), "a part of the next engine is held"
+        if len(caches) < failures:
+            caches.append(weakref.ref(pool))
+            raise torch.OutOfMemoryError("no room for a round")
+        return own(rows, pool, device)
 
-    monkeypatch.setattr(llm_module, "build_engine", build)
+    def hooks(target) -> int:
+        return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in target.model.modules())
+
     with LLM(folders.old, folders.head, shape="3,1,4", prefix_cache=False) as llm:
-        before = written(llm)
-        with pytest.raises(torch.OutOfMemoryError, match="no room for the cache"):
-            llm.refresh_draft(folders.mtp)
-        assert len(parts) == 1 and written(llm) == before
+        before, hooked = written(llm), hooks(llm.target)
+        monkeypatch.setattr(engine_module, "RoundState", short_of_memory)
+        if failures == 1:
+            with pytest.raises(torch.OutOfMemoryError, match="no room for a round"):
+                llm.refresh_draft(folders.mtp)
+            assert len(caches) == 1 and written(llm) == before and hooks(llm.target) == hooked > 0
+        else:
+            with pytest.raises(EngineError, match="was not replaced .no room.* this LLM is closed; free memory"):
+                llm.refresh_draft(folders.mtp)
+            gc.collect()
+            assert not hooks(llm.target)
+            for call in (lambda: llm.generate([[1]]), lambda: llm.refresh_draft(folders.head)):
+                with pytest.raises(EngineError, match="this LLM is closed; make another one"):
+                    call()
 
 
 def test_several_processes_are_refused(folders, monkeypatch):

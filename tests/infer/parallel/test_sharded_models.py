@@ -23,6 +23,7 @@ CASES = {  # target, kind of head (None: plain), changed sizes of the head, whet
     "olmo2": ("olmo2", None, {}, False),  # its queries are normed across heads
     "eagle2, target's output in parts": ("llama", "eagle2", {}, False),
     "mtp, rows of the whole output": ("llama", "mtp", {}, True),
+    "block": ("llama", "block", {}, False),
     "a head that does not divide": (
         "llama",
         "eagle3",
@@ -48,12 +49,12 @@ def work(family, head_for, prompts, tmp_path_factory):
     for name, (target, kind, sizes, narrowed) in CASES.items():
         options = {"target": family(target), "max_running_requests": 4, "device": "cpu"}
         if kind is not None:
-            options |= {"draft": head_for(kind, target, **sizes), "shape": TREE}
+            options |= {"draft": head_for(kind, target, **sizes), "shape": CHAIN if kind == "block" else TREE}
         if narrowed:
             path = tmp_path_factory.mktemp("map") / "freq_19.pt"
             torch.save(torch.arange(3, 22), path)
             options["token_map"] = str(path)
-        asks = ALL if name == target and kind else [(TREE if kind else None, 0.0, 4)]
+        asks = ALL if name == target and kind else [(options.get("shape"), 0.0, 4)]
         found[name] = {"options": options, "prompts": prompts, "asks": asks}
     return found
 

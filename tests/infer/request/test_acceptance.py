@@ -23,18 +23,22 @@ def test_hand_counted_steps():
     assert stats.accept_length == 1 + 7 / 4
     assert stats.accept_rate == pytest.approx((3 / 4, 2 / 3, 1 / 2, 1.0))
     assert stats.accept_rate_unconditional == pytest.approx((3 / 4, 2 / 4, 1 / 4, 1 / 4))
+    assert stats.histogram == (1, 1, 1, 0, 1) and stats.offered_by_depth == (4, 4, 4, 4)
+    assert stats.accepted_by_depth == (3, 2, 1, 1)
 
 
 def test_depths_that_were_not_offered_do_not_count():
     """A re-ranked tree may be shallow in one step: depth 3 was offered once and accepted once."""
     stats = summarise([event(2, offered=5, depth=2), event(3, offered=5, depth=3)])
     assert stats.accept_rate == pytest.approx((1.0, 1.0, 1.0)) and len(stats.accept_rate_unconditional) == 3
+    assert (stats.offered_by_depth, stats.accepted_by_depth) == ((2, 2, 1), (2, 2, 1))
 
 
 def test_nothing_drafted_gives_no_number():
     """nan, not 1 or 0: nobody may read a plain run as measured acceptance."""
     stats = summarise([event(0, offered=0, depth=0)])
     assert math.isnan(stats.accept_length) and stats.accept_rate == () and stats.verify_steps == 0
+    assert stats.histogram == stats.accepted_by_depth == ()
 
 
 def test_a_run_ends_at_the_first_stop_id_or_at_the_limit():

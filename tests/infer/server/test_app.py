@@ -15,6 +15,7 @@ from toolkit import __version__
 from toolkit.infer.server.app import AddressError, listen
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.writing import Writing
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
@@ -191,6 +192,9 @@ def test_wrong_model(scene):
     assert caught.value.code == "model_not_found" and "'tiny'" in caught.value.body["message"]
     with pytest.raises(openai.NotFoundError):
         scene.client().models.retrieve("gpt-9")
+    body = json.dumps({"model": "\ud800", "messages": USER})  # the message quotes what UTF-8 does not have
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{scene.url}/v1/chat/completions", content=body, headers=headers).status_code == 404
 
 
 def test_prompt_too_long(scene):
@@ -207,7 +211,7 @@ def test_prompt_too_long(scene):
     [
         ({"messages": []}, "messages", "empty"),
         ({"messages": None}, "messages", "missing"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'assistant'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
         ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name", "not supported"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "unicode"),
@@ -226,8 +230,7 @@ def test_prompt_too_long(scene):
         ({"logit_bias": {"the": 1}}, "logit_bias.the", "token id"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "[0, 5]"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "'a'"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"temprature": 0.5}, "temprature", "unknown field"),
         ({"temperature": 3}, "temperature", "3"),
         ({"temperature": "hot"}, "temperature", "'hot'"),
@@ -250,6 +253,28 @@ def test_bad_requests_name_the_field(scene, fields, param, says):
     assert response.status_code == 400
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["param"] == param and says in error["message"]
+
+
+LONG = "secret " * 3000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prediction": {"content": LONG}},
+        {"messages": [{"role": "user", "content": "x", "audio": LONG}]},
+        {"messages": [{"role": "user", "content": {"text": LONG}}]},
+        {"model": LONG},
+        {LONG: 1},
+        {"shape": LONG},
+        {"chat_template_kwargs": {LONG: 1}},
+        {"tools": [{"type": LONG}]},
+    ],
+)
+def test_an_error_does_not_send_the_request_back(scene, fields):
+    """Clients log errors: they quote the beginning of a wrong value, not a whole prompt."""
+    answer = scene.post({"model": NAME, "messages": USER, **fields})
+    assert 400 <= answer.status_code < 500 and len(answer.content) < 2500, answer.text
 
 
 def test_neutral_fields_are_accepted(scene):
@@ -318,6 +343,19 @@ def test_engine_failure_is_a_500_and_the_next_request_works(scene):
         assert stream or caught.value.status_code == 500
     assert scene.ask().choices[0].message.content == scene.text
     assert httpx.get(f"{scene.url}/health").status_code == 200
+
+
+def test_a_stream_with_an_error_of_the_server_ends(scene, monkeypatch):
+    """Whatever fails while an answer is read: the client must hear of it, not wait for ever."""
+
+    def read(self, update):
+        raise LookupError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writing, "read", read)
+        with pytest.raises(openai.APIError, match="LookupError: no such token"):
+            streamed(scene.ask(stream=True))
+    assert scene.ask().choices[0].message.content == scene.text
 
 
 def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target, running):

@@ -1,4 +1,4 @@
-"""Messages over HTTP and messages of Python callers are read alike."""
+"""Messages of text over HTTP and messages of Python callers are read alike. Python callers have no tools."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import pytest
@@ -15,10 +17,11 @@ from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler
-from toolkit.infer.verify.verifiers import DrawnChains, block, rejection, settle
+from toolkit.infer.verify.verifiers import VERIFIERS, DrawnChains, block, rejection, settle
 
 DRAWING = ("rejection", "block")
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11], [6], [2, 20, 21, 5]]
@@ -186,6 +189,76 @@ def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
     assert names == ["target", "target", "target", "auto"]
 
 
+def test_what_a_request_may_ask_for():
+    """The rule of its engine, and those that need no other draws than this rule has; the others are named."""
+    possible = {
+        "auto": {"auto": None, "target": "target", "block": "block"},
+        "target": {"auto": None, "target": None},
+        "rejection": {"target": "target", "rejection": None},
+        "block": {"auto": "auto", "target": "target", "block": None},
+    }
+    for engine, by_request in possible.items():
+        verifier = VERIFIERS[engine]
+        assert verifier.of_request(None) is None
+        for asked in (*VERIFIERS, "exact"):
+            if asked in by_request:
+                assert verifier.of_request(asked) == by_request[asked]
+            else:
+                with pytest.raises(VerifyError, match=f"verify '{asked}'.* verifies by {engine}: .*target"):
+                    verifier.of_request(asked)
+
+
+@pytest.mark.parametrize("verify", [*DRAWING, "auto"])
+def test_a_request_chooses_its_rule(small_target, small_draft, monkeypatch, verify):
+    """In one batch: by target a seed writes the tokens of plain decoding, whatever the engine's rule does beside it."""
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
+    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify=verify)
+    plain = [engine.generate([p], s, speculative=False)[0].output_ids for p, s in zip(PROMPTS, params, strict=True)]
+    asked = "block" if verify == "auto" else None
+    drawn = [engine.add_request(p, s, verify=asked) for p, s in zip(PROMPTS, params, strict=True)]
+    kept = [engine.add_request(p, s, verify="target") for p, s in zip(PROMPTS, params, strict=True)]
+    assert all(map(engine.verifier.draws_for, drawn)) and not any(map(engine.verifier.draws_for, kept))
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert [one.output_ids for one in kept] == plain != [one.output_ids for one in drawn]
+    assert summarise(event for one in kept for event in one.events).accepted > 0
+
+
+@pytest.mark.parametrize(("verify", "shape"), [("target", "4,1,5"), ("target", "3,3,8"), ("block", "4,1,5")])
+@pytest.mark.parametrize("where", ["fc.weight", "lm_head.weight"])
+def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shape, where):
+    """A checkpoint that training broke drafts rubbish; greedy and seeded answers stay the target's, and no step fails.
+    Of lm_head one row alone is broken: its token's score is, and with it the whole distribution."""
+    head = copy.deepcopy(small_draft.head)
+    with torch.no_grad():
+        head.get_parameter(where)[0] = math.nan
+    engine = Engine(
+        small_target, dataclasses.replace(small_draft, head=head), DraftShape.parse(shape), max_running_requests=8,
+        verify=verify,
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=30, ignore_eos=True)
+    hot = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
+    wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, hot)]
+    requests = [engine.add_request(p, s, verify="target") for p in PROMPTS for s in (greedy, hot)]
+    beside = [engine.add_request(p, hot) for p in PROMPTS]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert [one.output_ids for one in requests] == wanted
+    assert [len(one.output_ids) for one in beside] == [30] * 4
+
+
+def test_nan_logits_draw_from_all_ids_alike(small_target):
+    """Any q is exact if the drafts are drawn from it; of nan neither a draft nor its acceptance could be."""
+    request = Request([1, 2], SamplingParams(temperature=1.0, seed=1))
+    drawn = DrawnTokens([request], torch.arange(4), lambda _: True)
+    assert 0 <= int(drawn(torch.full((1, 1, 4), math.nan))) < 4
+    assert torch.equal(drawn.proposal().q, torch.full((1, 1, 4), 0.25))
+
+
 @pytest.mark.parametrize("verify", DRAWING)
 def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
     """Alone, in any batch and in any row: draws depend on the request only. (fp32 on a tiny model: no near-ties.)"""
@@ -225,10 +298,14 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
     return torch.einsum("a,ab,abc->bc", first, second, third)
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup()], ids=["head", "head and lookup"])
+@pytest.mark.parametrize(
+    "name, lookup", [("eagle3", None), ("eagle3", Lookup()), ("block", None)], ids=["head", "head and lookup", "block"]
+)
 @pytest.mark.parametrize("verify", [*DRAWING, "auto"])
-def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verify, lookup):
+def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, name, lookup):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
+
+    The block drafter ends chains by its confidence, which depends on drawn drafts.
 
     With lookup, rows whose drafts are drawn run beside rows whose drafts are looked up: those with a first token that
     the prompt has, too. Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier
@@ -245,7 +322,8 @@ def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verif
     probs = two_token_distribution(small_target, prompt, SamplingParams(**settings)).flatten()
     monkeypatch.setattr(composed_drafter, "LEAST_LENGTH", 1.0)
     options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
-    engine = Engine(small_target, small_draft, DraftShape.chain(2), **options)
+    draft = dataclasses.replace(build(name), least_confidence=0.25 if name == "block" else 0.0)
+    engine = Engine(small_target, draft, DraftShape.chain(2), **options)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
     for request in engine.generate([prompt] * len(params), params):

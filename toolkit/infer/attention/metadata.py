@@ -17,18 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.cache.kv_cache import KVCache, Window
+from toolkit.infer.kernels.batch_invariant import attend_in_order
 from toolkit.infer.kernels.dispatch import Ops, RowAttention, ops_for
-from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
+from toolkit.infer.request.upload import upload
 
 # Up to this many new nodes per row, a row attention kernel (a pass over the keys per few nodes) beats matrix products.
 FEW = 16
+CHAIN_PART = 64  # nodes of a chain that a row attention kernel gets at once: it reads the masked keys too
 
 
 class AttentionMetadata(Protocol):
@@ -36,6 +39,10 @@ class AttentionMetadata(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
+        ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes k [B, Hkv, N, D] and v [B, Hkv, N, Dv] of positions that have no query in this layer."""
         ...
 
 
@@ -52,9 +59,12 @@ class PromptMetadata:
         self._tokens = tokens
         self._masks: dict[int | None, Tensor] = {}
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
-        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        self.write(layer, k, v)
         if softcap is None and sinks is None and (window is None or window >= self._tokens):
             return attend_causal(q, k, v, scaling=scaling)
         if window not in self._masks:
@@ -70,7 +80,8 @@ class TreeMetadata:
 
     table [B, P] int64: page tables. span: number of positions read; at least the longest row with its nodes.
     node_mask [B, N, M] bool: the nodes of the row that each new node attends to, itself included.
-    depths [B, M]: position of each node relative to its row's length, for layers with a sliding window.
+    depths [B, M]: position of each node relative to its row's length, for layers with a sliding window; None: there is
+    none.
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class TreeMetadata:
         lengths: Tensor,
         span: int,
         node_mask: Tensor,
-        depths: Tensor,
+        depths: Tensor | None,
         first_row: int = 0,
     ) -> None:
         self._rows, self._new, self._nodes = node_mask.shape
@@ -89,7 +100,7 @@ class TreeMetadata:
         self._table, self._lengths = table, lengths
         self._masks: dict[int | None, Tensor] = {}
         self._allowed: Tensor | None = None
-        self._row_attention = _row_attention(cache, lengths, node_mask)
+        self._row_attention = _row_attention(cache, lengths, node_mask) if self._new <= FEW else None
         self._rows_of_cache = (cache, first_row)
 
     @cached_property
@@ -97,6 +108,9 @@ class TreeMetadata:
         cache, first_row = self._rows_of_cache
         new = torch.arange(self._nodes - self._new, self._nodes, device=self._lengths.device)
         return cache.window(first_row, self._table, self._lengths[:, None] + new, self._span)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
@@ -108,7 +122,7 @@ class TreeMetadata:
             return self._row_attention(
                 q, k, v, *cache.contiguous_addresses(layer, first_row), cache.row_numbers, scaling
             )
-        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        self.write(layer, k, v)
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window not in self._masks:
             self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
@@ -136,24 +150,55 @@ class TreeMetadata:
 
     def _distances(self) -> Tensor:
         """Return [B, N, S]: distance from each query back to each key; a node's position is length + depth."""
+        assert self._depths is not None, "a window needs the nodes' depths"
         stands = torch.arange(self._span, device=self._lengths.device).expand(self._rows, 1, self._span).clone()
         at = self._lengths[:, None] + self._depths
         stands.scatter_(2, self._node_places(), at[:, None])
         return at[:, -self._new :, None] - stands
 
 
-class _PagedRows:
-    """Rows written at entries places [B, N] and read through the page table [B, P] up to position `span`."""
+class InOrderMetadata(TreeMetadata):
+    """Like `TreeMetadata`; each query has the bits of plain decoding, whatever is computed beside it.
 
-    def __init__(self, cache: KVCache, ops: Ops, table: Tensor, places: Tensor, span: int) -> None:
-        self._cache, self._write_kv, self._span = cache, ops.write_kv, span
-        self._table, self._places = table, places
+    Each layer has one path for any number of new nodes. chain: node_mask is causal; long chains are attended in parts.
+    """
+
+    def __init__(self, *rows: Any, chain: bool, **more: Any) -> None:
+        super().__init__(*rows, **more)
+        size = CHAIN_PART if chain else self._new
+        self._parts: list[tuple[slice, RowAttention]] = []  # empty: no kernel for this cache
+        for first in range(0, self._new, size):
+            part = slice(first, min(first + size, self._new))
+            mask = self._node_mask[:, part, part] if chain else self._node_mask
+            attention = _row_attention(self._rows_of_cache[0], self._lengths + first, mask, in_order=True)
+            self._parts += [] if attention is None else [(part, attention)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        cache, first_row = self._rows_of_cache
+        if self._parts and scoring.plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
+            where = *cache.contiguous_addresses(layer, first_row), cache.row_numbers, scoring.scaling
+            outs = [own(q[:, :, at], k[:, :, at], v[:, :, at], *where) for at, own in self._parts]
+            return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        allowed = self._allowed_keys()
+        if scoring.window is not None:
+            allowed = allowed & (self._distances() < scoring.window)
+        return attend_in_order(q, *self._window.read(layer), allowed, scoring)
+
+
+class _PagedRows:
+    """Rows with page table [B, P], read up to position `span`, and written from positions starts[b] + first on."""
+
+    def __init__(self, cache: KVCache, ops: Ops, table: Tensor, span: int, starts: Tensor, first: int = 0) -> None:
+        self._cache, self._write_kv, self._table, self._span = cache, ops.write_kv, table, span
+        self._at = (starts, first)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
         """Write k [B, Hkv, N, D] and v [B, Hkv, N, Dv] to the layer's pages; return the pages."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        self._write_kv(keys, values, k.transpose(1, 2), v.transpose(1, 2), self._places)
-        return Pages(keys, values, self._table, self._cache.pool.page_size, self._span)
+        cache = self._cache
+        pages = Pages(cache.keys[layer], cache.values[layer], self._table, cache.pool.page_size, self._span)
+        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), *self._at)
+        return pages
 
 
 class PagedPromptMetadata:
@@ -162,9 +207,12 @@ class PagedPromptMetadata:
     def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
         pool, device, span = cache.pool, cache.shape.device, max(starts) + tokens
         table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._rows = _PagedRows(cache, ops, table, pool.places(first_row, starts, tokens, device), span)
+        self._starts = upload(starts, device)
+        self._rows = _PagedRows(cache, ops, table, span, self._starts)
         self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
-        self._starts = torch.tensor(starts, device=device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._rows.write(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
@@ -189,18 +237,19 @@ class PagedTreeMetadata:
         lengths: Tensor,
         span: int,
         node_mask: Tensor,
-        depths: Tensor,
+        depths: Tensor | None,
     ) -> None:
-        _, new, self._nodes = node_mask.shape
-        at = lengths[:, None] + torch.arange(self._nodes - new, self._nodes, device=lengths.device)
-        self._rows = _PagedRows(cache, ops, table, cache.pool.places_in(table, at), span)
-        self._attend_tree, self._bits = ops.attend_tree, pack_bits(node_mask)
-        self._depths = depths.contiguous()
-        self._lengths = lengths
+        _, new, nodes = node_mask.shape
+        self._rows = _PagedRows(cache, ops, table, span, lengths, nodes - new)
+        self._attend_tree = ops.attend_tree
+        self._lengths, self._node_mask, self._depths = lengths, node_mask, depths
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._rows.write(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
-        return self._attend_tree(q, pages, self._lengths, self._bits, self._nodes, self._depths, scoring)
+        return self._attend_tree(q, pages, self._lengths, self._node_mask, self._depths, scoring)
 
 
 def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
@@ -211,18 +260,19 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
     kernels = _paged_kernels(cache)
     if kernels is not None:
         return PagedPromptMetadata(cache, kernels, first_row, starts, tokens)
-    if max(starts) == 0:
+    if max(starts) == 0 and not cache.in_order:
         return PromptMetadata(cache, first_row, len(starts), tokens)
     device = cache.shape.device
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
     depths = torch.arange(tokens, device=device).expand(len(starts), -1)
     span = max(starts) + tokens
     table = cache.pool.table(first_row, len(starts), cache.pool.pages_of(span), device)
-    return TreeMetadata(cache, table, torch.tensor(starts, device=device), span, causal, depths, first_row)
+    rows = cache, table, upload(starts, device), span, causal, depths, first_row
+    return InOrderMetadata(*rows, chain=True) if cache.in_order else TreeMetadata(*rows)
 
 
 def tree_metadata(
-    cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor
+    cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor | None
 ) -> AttentionMetadata:
     """Return the metadata for N new nodes per row after prefixes of lengths [B] tokens, in rows 0 .. B-1.
 
@@ -231,16 +281,17 @@ def tree_metadata(
     kernels = _paged_kernels(cache)
     if kernels is not None:
         return PagedTreeMetadata(cache, kernels, table, lengths, span, node_mask, depths)
-    return TreeMetadata(cache, table, lengths, span, node_mask, depths)
+    rows = cache, table, lengths, span, node_mask, depths
+    return InOrderMetadata(*rows, chain=False) if cache.in_order else TreeMetadata(*rows)
 
 
-def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
-    """Return the kernel that computes a layer's attention in one call; None unless rows are contiguous and N <= FEW."""
+def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor, in_order: bool = False) -> RowAttention | None:
+    """Return the kernel that computes a layer's attention in one call; None unless rows are contiguous."""
     shape = cache.shape
     choose = ops_for(shape.device.type).row_attention
-    if choose is None or not cache.pool.contiguous or node_mask.shape[1] > FEW:
+    if choose is None or not cache.pool.contiguous:
         return None
-    return choose(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
+    return choose(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask, in_order)
 
 
 def _paged_kernels(cache: KVCache) -> Ops | None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import TargetError
+from toolkit.infer.attention.batch_invariant import depends_on_threads, make_batch_invariant
+from toolkit.infer.attention.fused_norms import fuse_norms
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.linear_layers import keeping, linear_layers, step_by_node
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
@@ -54,12 +56,16 @@ register_attention(ATTENTION, _attend)
 class TargetForward:
     """The target's body with the engine's attention. Other users of the model keep their own attention setting.
 
+    deterministic: a token's hidden state has the same bits in every batch, part of a prompt and draft tree. The modules
+    of the target are changed for it, in place (batch_invariant.py).
+
     The constructor raises UnsupportedTargetError if a layer does not call the engine's attention, if it uses an
-    unsupported attention feature, or if the engine's logits differ from the model's own.
+    unsupported attention feature, if the engine's logits differ from the model's own, or if bits differ where they
+    must not.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, *, deterministic: bool = False) -> None:
+        self.target, self.deterministic = target, deterministic
         self.run_body: RunBody = self._run_body  # graphs/compiled_forward.py puts a compiled body here
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
@@ -69,8 +75,13 @@ class TargetForward:
         self.state_shapes: list[StateShape] = []  # of the linear-attention layers
         try:
             step_by_node(target.layers, self.linear_layers)
+            fuse_norms(target.body, target.device)
+            if deterministic:
+                make_batch_invariant(target, self.max_context)
             self.kv_shape = self._probe_layers()
             self.compare_logits()
+            if deterministic:
+                self._compare_bits()
         except TargetError:
             raise
         except FOREIGN as error:
@@ -78,11 +89,6 @@ class TargetForward:
                 f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
                 f"{error}); use a target of another family, or Hugging Face's generate"
             ) from error
-
-    @property
-    def waits_for_positions(self) -> bool:
-        """Whether transformers compares positions with a length on the host in every forward (dynamic rope)."""
-        return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, states: RowStates | None = None
@@ -131,6 +137,11 @@ class TargetForward:
         self.state_shapes = linear.shapes
         return probe.kv_shape(type(self.target.model).__name__, list(self._cache_layers), device)
 
+    @property
+    def fixes_threads(self) -> bool:
+        """Whether another number of threads may change bits that must stay."""
+        return self.deterministic and depends_on_threads(self.target)
+
     @cached_property
     def _state_keyword(self) -> str:
         """The name of the cache among the arguments of the body's forward."""
@@ -142,23 +153,9 @@ class TargetForward:
 
         running: context manager around the engine's forwards. Raises UnsupportedTargetError if the logits differ.
         """
-        device = self.target.device
-        ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
-        at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
-        pool = PagePool(1, PROBE_TOKENS, contiguous=device.type == "cpu")
-        pool.grow(0, PROBE_TOKENS)
-        cache = KVCache(self.kv_shape, pool)
-        chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
-        nodes = (pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device), torch.tensor([half], device=device))
-        states = LinearStates(self.state_shapes, 1, device, pool.page_size) if self.linear_layers else None
+        ids = self._probe_ids
         with running():
-            before, after = (None, None) if states is None else (states.prompt(0, [0]), states.nodes(1))
-            first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half), before)
-            if states is not None:
-                states.end_prompt([half])
-            metadata = tree_metadata(cache, *nodes, PROBE_TOKENS, chain, at[:, :half])
-            rest = self(ids[:, half:], at[:, half:], metadata, after)
-        ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
+            ours = self._logits_in_parts(PROBE_TOKENS // 2, PROBE_TOKENS // 2).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()
         allowed = 1e-3 if self.target.dtype == torch.float32 else 1e-1
@@ -168,6 +165,47 @@ class TargetForward:
                 f"{difference:.2g} of their size (allowed: {allowed:g}); this family has an attention the engine does "
                 "not reproduce"
             )
+
+    def _compare_bits(self) -> None:
+        """Raise UnsupportedTargetError if logits depend on what is computed together."""
+        whole = self._logits_in_parts(PROBE_TOKENS)
+        for parts in ((1,) * PROBE_TOKENS, (PROBE_TOKENS - 3, 3)):
+            if not torch.equal(whole, self._logits_in_parts(*parts)):
+                raise UnsupportedTargetError(
+                    f"{type(self.target.model).__name__}: the logits of {PROBE_TOKENS} tokens in parts of "
+                    f"{', '.join(map(str, parts))} differ in bits from those computed at once, so `deterministic` does "
+                    "not hold for this target; leave it out, or use another dtype or quantization"
+                )
+
+    @property
+    def _probe_ids(self) -> Tensor:
+        ids = torch.arange(PROBE_TOKENS, device=self.target.device) * 7919 % self.target.vocab_size
+        return ids[None]
+
+    def _logits_in_parts(self, *parts: int) -> Tensor:
+        """The logits [1, N, V] of the probe's tokens, in forwards of so many tokens: a prompt, then chains."""
+        ids, device = self._probe_ids, self.target.device
+        pool = PagePool(1, PROBE_TOKENS, contiguous=device.type == "cpu")
+        pool.grow(0, PROBE_TOKENS)
+        cache = KVCache(self.kv_shape, pool, in_order=self.deterministic)
+        table = pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device)
+        states = LinearStates(self.state_shapes, 1, device, pool.page_size) if self.linear_layers else None
+        hidden, first = [], 0
+        for tokens in parts:
+            at = torch.arange(first, first + tokens, device=device)[None]
+            if first == 0:
+                metadata = prompt_metadata(cache, 0, [0], tokens)
+                before = None if states is None else states.prompt(0, [0])
+            else:
+                chain = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()
+                length = torch.tensor([first], device=device)
+                metadata = tree_metadata(cache, table, length, PROBE_TOKENS, chain, at - first)
+                before = None if states is None else states.nodes(1)
+            hidden.append(self(ids[:, first : first + tokens], at, metadata, before))
+            first += tokens
+            if states is not None and first == parts[0]:
+                states.end_prompt([first])
+        return self.target.logits(torch.cat(hidden, dim=1))
 
 
 def _attention_configs(body: nn.Module) -> list[Any]:

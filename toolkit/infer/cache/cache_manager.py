@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from toolkit.infer.cache.cache_size import ROOM, Need, free_memory
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.cache.linear_states import LinearStates, Snapshot
 from toolkit.infer.cache.page_pool import PAGE_SIZE, PagePool
@@ -14,7 +13,6 @@ from toolkit.infer.cache.prefix_cache import PrefixCache
 from toolkit.infer.request.errors import EngineError
 from toolkit.memory import usable_memory
 
-ROOM = 1024  # positions of a row after the context, for drafted nodes and padding
 CPU_SHARE, GPU_SHARE = 0.125, 0.8  # share of usable memory (CPU) or free memory (GPU) for the target's cache
 
 
@@ -38,23 +36,46 @@ class MemorySettings:
     scattered_pages: bool | None = None
     mem_fraction_static: float | None = None
 
-    def pool(self, shape: KVShape, max_running_requests: int, context_length: int, held: int = 0) -> PagePool:
-        """Return a page pool for cache entries of `shape`. held: bytes of the same memory that others take."""
+    def context(self, shape: KVShape, max_running_requests: int, asked: int | None, longest: int, *beside: int) -> int:
+        """Return the context length of an engine: `asked`, or without it `longest`, at most `longest` tokens.
+
+        If nothing is asked and a GPU has no room for `longest` tokens, it is what has room, and the log says so.
+        beside: row_bytes and token_bytes of `pool`.
+        """
+        if asked is not None or shape.device.type != "cuda" or self.max_total_tokens is not None:
+            return min(asked or longest, longest)
+        return self._needed(shape, max_running_requests, longest, *beside).longest_context(
+            free_memory(shape.device), self.mem_fraction_static or GPU_SHARE
+        )
+
+    def pool(
+        self, shape: KVShape, max_running_requests: int, context_length: int, row_bytes: int = 0, token_bytes: int = 0
+    ) -> PagePool:
+        """Return a page pool for cache entries of `shape`.
+
+        row_bytes, token_bytes: what a running request takes of the same memory beside its pages; what a token takes in
+        other caches on the pages, such as a head's. Raises EngineError if a GPU has no room for one request.
+        """
         scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
         longest = context_length + max(ROOM, self.chunked_prefill_size)
-        pages = self._pages(shape, max_running_requests, context_length, held)
+        pages = self._pages(shape, self._needed(shape, max_running_requests, context_length, row_bytes, token_bytes))
         return PagePool(max_running_requests, longest, pages, contiguous=not scattered)
 
-    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int, held: int) -> int:
+    def _needed(self, shape: KVShape, rows: int, context: int, row_bytes: int, token_bytes: int) -> Need:
+        return Need(shape.bytes_per_token + token_bytes, row_bytes, rows, context)
+
+    def _pages(self, shape: KVShape, needed: Need) -> int:
+        free = free_memory(shape.device) if shape.device.type == "cuda" else None
         if self.max_total_tokens is not None:
+            if free is not None:
+                needed.check_tokens(self.max_total_tokens, free)
             return self.max_total_tokens // PAGE_SIZE
-        if shape.device.type == "cuda":
-            share = torch.cuda.mem_get_info(shape.device)[0] * (self.mem_fraction_static or GPU_SHARE)
-        else:
-            share = usable_memory() * (self.mem_fraction_static or CPU_SHARE)
-        one = context_length + ROOM
-        room = max(0, int(share) - held) // shape.bytes_per_token
-        return max(min(max_running_requests * one, room), one) // PAGE_SIZE
+        if free is not None:
+            return needed.tokens(free, self.mem_fraction_static or GPU_SHARE) // PAGE_SIZE
+        share = int(usable_memory() * (self.mem_fraction_static or CPU_SHARE))
+        one = needed.context + ROOM
+        room = max(0, share - needed.rows * needed.row_bytes) // shape.bytes_per_token
+        return max(min(needed.rows * one, room), one) // PAGE_SIZE
 
 
 DEFAULT_MEMORY = MemorySettings()

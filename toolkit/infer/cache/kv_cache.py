@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.kernels.paged_reference import gather_pages, write_kv
+from toolkit.infer.kernels.paged_reference import gather_pages, places_in, write_entries
+from toolkit.infer.request.upload import upload
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE: untouched addresses do not count as used memory
 
@@ -39,17 +40,16 @@ class KVShape:
 
 
 class KVCache:
-    """Keys [E, Hkv, D] and values [E, Hkv, Dv] of every layer."""
+    """Keys [E, Hkv, D] and values [E, Hkv, Dv] of every layer.
 
-    def __init__(self, shape: KVShape, pool: PagePool) -> None:
-        self.shape, self.pool = shape, pool
+    in_order: queries add their keys in the order of the text (`InOrderMetadata`)."""
+
+    def __init__(self, shape: KVShape, pool: PagePool, *, in_order: bool = False) -> None:
+        self.shape, self.pool, self.in_order = shape, pool, in_order
         widths = (shape.head_dim, shape.value_dim or shape.head_dim)
         entries = pool.page_count * pool.page_size
-        # One allocation per layer: some systems limit the size of a single allocation.
         self._memory: dict[int, mmap.mmap] = {}  # id of a tensor -> its memory map, on a Linux CPU
-        self.keys, self.values = (
-            [self._zeros((entries, shape.kv_heads, width)) for _ in range(shape.layers)] for width in widths
-        )
+        self.keys, self.values = (self._layers((entries, shape.kv_heads, width)) for width in widths)
         rows, size = pool.rows, pool.pages_per_row * pool.page_size
         # Views [R, positions of a row, Hkv, D or Dv], made once: 60 new views per step would slow down batch 1.
         self.contiguous_keys, self.contiguous_values = (
@@ -70,6 +70,13 @@ class KVCache:
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
         return keys + skipped, values + skipped
 
+    def _layers(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return zeros of this shape for every layer."""
+        if not self.pool.contiguous:  # in one tensor: a kernel moves entries of all layers in one launch
+            return list(torch.zeros(self.shape.layers, *shape, dtype=self.shape.dtype, device=self.shape.device))
+        # Some systems limit the size of a single allocation.
+        return [self._zeros(shape) for _ in range(self.shape.layers)]
+
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros: a masked value is multiplied by 0, and 0 * nan is nan. On a Linux CPU the system allocates
         memory at the first touch."""
@@ -88,7 +95,7 @@ class KVCache:
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
         """Copy whole pages of all layers."""
-        to, of = (torch.tensor(pages, device=self.shape.device) for pages in (destination, source))
+        to, of = (upload(pages, self.shape.device) for pages in (destination, source))
         for store in (*self.keys, *self.values):
             pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
             pages.index_copy_(0, to, pages.index_select(0, of))
@@ -105,11 +112,6 @@ class KVCache:
             if end - start >= mmap.PAGESIZE:
                 memory.madvise(mmap.MADV_DONTNEED, start, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
 
-    def move_entries(self, destination: Tensor, source: Tensor) -> None:
-        """Copy entries between places [M] in all layers; a layer's sources are read before a destination is written."""
-        for store in (*self.keys, *self.values):
-            store.index_copy_(0, destination, store.index_select(0, source))
-
 
 class Window:
     """Cache rows of one forward, built once for all its layers.
@@ -121,11 +123,12 @@ class Window:
         self._cache, self._span = cache, span
         self._rows = slice(first_row, first_row + len(table))
         self._table = table[:, : cache.pool.pages_of(span)]
-        self._places = cache.pool.places_in(table, positions)
+        self._places = places_in(table, positions, cache.pool.page_size)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] to the window's new positions."""
-        write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
+        write_entries(self._cache.keys[layer], keys, self._places)
+        write_entries(self._cache.values[layer], values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of positions 0..S-1."""

@@ -59,7 +59,8 @@ class Snapshot:
 class LinearStates:
     """The states of every row: conv [R, C, K] and recurrent [R, Hv, Dk, Dv] of each layer, by its number.
 
-    The states at the last end of a page that a row has passed are kept too: the prefix cache keeps whole pages.
+    The states at the last end of a page that a row has passed are kept too: the prefix cache keeps whole pages. Where
+    that end is, the host knows from the results of rounds (`observe`), without a read of its own.
     """
 
     def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device, page_size: int) -> None:
@@ -71,7 +72,7 @@ class LinearStates:
             zeros(lambda one: one.recurrent, lambda one: one.recurrent_dtype) for _ in range(2)
         )
         self._page_size = page_size
-        self._page_ends = torch.zeros(rows, dtype=torch.long, device=device)
+        self._page_ends = [0] * rows
         self._nodes: RowStates | None = None  # of the last forward over chains
         self._prompt: RowStates | None = None  # of the last forward over prompts
 
@@ -133,13 +134,20 @@ class LinearStates:
                 here = passed.view(-1, *[1] * (kept.dim() - 1))
                 new.append((store[layer], taken(layer, accepted)))
                 new.append((at_page[layer], torch.where(here, taken(layer, at_end).to(kept.dtype), kept)))
-        new.append((self._page_ends, torch.where(passed, ends, self._page_ends[nodes.rows])))
         for stored, value in new:
             stored[nodes.rows] = value
 
+    def observe(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
+        """Note where the last `commit` left the rows, once its arguments are known to the host."""
+        for row, (length, count) in enumerate(zip(lengths, accepted, strict=True)):
+            whole = length + count + 1
+            end = whole - whole % self._page_size
+            if end > length:
+                self._page_ends[row] = end
+
     def snapshot(self, row: int) -> Snapshot | None:
-        """A copy of the states at the end of the row's last page; None before the first one. Reads from the device."""
-        position = int(self._page_ends[row])
+        """A copy of the states at the end of the row's last page; None before the first one."""
+        position = self._page_ends[row]
         if position == 0:
             return None
         conv, recurrent = (
@@ -155,8 +163,9 @@ class LinearStates:
         self._keep_page_end(row, snapshot.position)
 
     def move_row(self, destination: int, source: int) -> None:
-        for store in (*(one for pair in self._pairs() for one in pair), self._page_ends):
+        for store in (one for pair in self._pairs() for one in pair):
             store[destination] = store[source]
+        self._page_ends[destination] = self._page_ends[source]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The states of each layer, with those at the end of a page."""

@@ -22,6 +22,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.infer.kernels.paged_reference import places_in
+from toolkit.infer.request.upload import upload
+
 PAGE_SIZE = 16
 KEPT_PAGES = 64  # pages of a released contiguous row that keep their memory; it suffices for short requests
 
@@ -176,13 +179,9 @@ class PagePool:
 
     def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
         """Return [B, count] int64: the cache entries of positions starts[b] .. starts[b]+count-1 of row first_row+b."""
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+        positions = upload(starts, device)[:, None] + torch.arange(count, device=device)
         table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
-        return self.places_in(table, positions)
-
-    def places_in(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Return [B, N] int64: the cache entries of `positions` [B, N] of rows with page table [B, P]."""
-        return table.gather(1, positions // self.page_size) * self.page_size + positions % self.page_size
+        return places_in(table, positions, self.page_size)
 
     def holders(self, page: int) -> int:
         """Number of holders of the page."""
@@ -194,7 +193,7 @@ class PagePool:
             numbers = torch.arange(first_row, first_row + rows, device=device)[:, None]
             return numbers * self.pages_per_row + torch.arange(pages, device=device)
         tables = (self.tables[row][:pages] for row in range(first_row, first_row + rows))
-        return torch.tensor([table + [0] * (pages - len(table)) for table in tables], device=device)
+        return upload([table + [0] * (pages - len(table)) for table in tables], device)
 
     def check_integrity(self, cached: Sequence[int]) -> None:
         """Assert that the holder counts match tables and prefix cache, and that no page is lost.

@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 
 # One row on the host: the last committed token; number of positions whose target keys are cached; how many of the last
 # of them the drafter has not read; 1 for a request, 0 for padding.
@@ -70,7 +71,7 @@ class RoundState:
         self.seeds = torch.zeros(rows, dtype=torch.long, device=device)
         # The device's content as the host knows it:
         self.known: list[RowState | None] = [PADDING] * rows  # state of each row; None: unknown until a result is read
-        self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows  # page table of each row and its length
+        self._tables: list[tuple[list[int], int]] = [([], 0)] * rows  # page table of each row and its length
         self._drawing: list[Request] = []  # requests whose sampling settings are uploaded
 
     def rows(self, count: int, longest: int | None = None) -> RoundRows:
@@ -89,13 +90,20 @@ class RoundState:
         """Upload the pool's page tables for the first `requests` of `count` rows; the others are padding."""
         if self._pool.contiguous:
             return  # every row always has the same pages
-        held: list[tuple[list[int] | None, int]] = [(one, len(one)) for one in self._pool.tables[:requests]]
-        held += [(None, 0)] * (count - requests)
-        # A table only grows, or another list replaces it: identity and length show every change.
-        if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(held, self._tables, strict=False)):
-            width = max(1, *(pages for _, pages in held), *(pages for _, pages in self._tables[:count]))
-            self._upload(self.table[:count, :width], [(one or []) + [0] * (width - pages) for one, pages in held])
-            self._tables[:count] = held
+        tables: list[list[int]] = [*self._pool.tables[:requests], *([] for _ in range(count - requests))]
+        places: list[int] = []  # in the flattened table
+        pages: list[int] = []
+        for row, (table, (before, held)) in enumerate(zip(tables, self._tables, strict=False)):
+            # A table only grows, or another list replaces it. Page 0 follows its end.
+            kept = held if table is before else 0
+            missing = max(0, held - len(table))
+            begin = row * self._pool.pages_per_row + kept
+            places += range(begin, begin + len(table) - kept + missing)
+            pages += table[kept:] + [0] * missing
+            self._tables[row] = (table, len(table))
+        if places:
+            at, new = upload([places, pages], self.table.device)
+            self.table.view(-1).index_copy_(0, at, new)
 
     def forget_rows(self, requests: int) -> None:
         """Mark these rows as unknown to the host until the result of the round is read."""

@@ -7,7 +7,8 @@
 //
 // Scores, shares (softmax weights) and sums are float32. The order of every sum depends on the positions alone, so a
 // node's result does not depend on the other nodes and rows, nor on the number of threads. On a CPU with tiles (AMX),
-// bfloat16 is scored and summed in tiles; the shares are then rounded to bfloat16.
+// bfloat16 is scored and summed in tiles; the shares are then rounded to bfloat16. Without tiles, a drafted node's
+// result is that of the same token in plain decoding: the nodes that it does not see leave no gap in a sum.
 //
 // Shapes: B rows, N new nodes per row, M uncommitted nodes per row, Hq query heads, Hkv key heads, D head dim.
 
@@ -81,6 +82,7 @@ struct Call {
   const uint8_t* mask;
   int64_t B, N, M, Hq, Hkv, D, stride_row;
   Strides of_q, of_k, of_v;
+  bool tiles;  // whether tiles may be used
   float scaling;
 };
 
@@ -131,9 +133,10 @@ void gather(const float* shares, int64_t width, const T* values, int64_t stride,
   }
 }
 
-// Replaces scores by unnormalised softmax weights; returns their sum.
-inline float shares_of(float* scores, int64_t seen, int64_t width) {
-  for (int64_t s = seen; s < width; s++) scores[s] = -INFINITY;
+// Replaces scores by unnormalised softmax weights; returns their sum, in which the M nodes from `length` on that are
+// seen stand one after another, as in plain decoding. sees: null if all are. path: room for 2 * LANES + M.
+inline float shares_of(float* scores, int64_t length, int64_t M, int64_t width, const uint8_t* sees, float* path) {
+  for (int64_t s = length + M; s < width; s++) scores[s] = -INFINITY;
   Floats most = load(scores), sums = Floats{};
   for (int64_t s = LANES; s < width; s += LANES) {
     const Floats here = load(scores + s);
@@ -141,10 +144,19 @@ inline float shares_of(float* scores, int64_t seen, int64_t width) {
   }
   float largest = most[0];
   for (int lane = 1; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+  const int64_t begin = sees ? length / LANES * LANES : width;
   for (int64_t s = 0; s < width; s += LANES) {
     const Floats e = exponential(load(scores + s) - largest);
     store(scores + s, e);
-    sums += e;
+    if (s < begin) sums += e;
+  }
+  if (sees) {
+    int64_t count = length - begin;
+    memcpy(path, scores + begin, count * sizeof(float));
+    for (int64_t m = 0; m < M; m++)
+      if (sees[m]) path[count++] = scores[length + m];
+    while (count % LANES) path[count++] = 0;
+    for (int64_t s = 0; s < count; s += LANES) sums += load(path + s);
   }
   return sum(sums);
 }
@@ -182,7 +194,8 @@ template <typename T>
 void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
   const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D, stride = call.Hkv * D;
   const int64_t width = (seen + LANES - 1) / LANES * LANES, begin = queries.b * call.stride_row + queries.h * D;
-  float *scaled = room_for(TOGETHER * (D + width)), *scores = scaled + TOGETHER * D, whole[TOGETHER];
+  float* scaled = room_for(TOGETHER * (D + width) + 2 * LANES + call.M);
+  float *scores = scaled + TOGETHER * D, whole[TOGETHER];
   for (int64_t i = 0; i < TOGETHER; i++) {
     const T* from = queries.from(call, i);
     for (int64_t d = 0; d < D; d += LANES) store(scaled + i * D + d, load(from + d) * call.scaling);
@@ -191,7 +204,7 @@ void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
   for (int64_t i = 0; i < TOGETHER; i++) {
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
       if (!queries.sees[i][m]) scores[i * width + length + m] = -INFINITY;
-    whole[i] = shares_of(scores + i * width, seen, width);
+    whole[i] = shares_of(scores + i * width, length, call.M, width, queries.sees[i], scores + TOGETHER * width);
   }
   for (int64_t d = 0; d < D;) {
     const int64_t left = (D - d) / LANES;
@@ -458,7 +471,7 @@ template <typename T>
 void attend_all(const Call<T>& call) {
 #if defined(TILES)
   if constexpr (std::is_same_v<T, bf16>)
-    if (call.D % SPAN == 0 && tiles_granted()) {
+    if (call.tiles && call.D % SPAN == 0 && tiles_granted()) {
       const bool few = call.Hq / call.Hkv * call.N <= TOGETHER;
       return few ? attend_by(call, attend_in_tiles<TOGETHER>) : attend_by(call, attend_in_tiles<LINES>);
     }
@@ -475,12 +488,12 @@ extern "C" int64_t toolkit_attention_lanes() { return LANES; }
                        const void* lengths, const void* mask, int64_t B, int64_t N, int64_t M, int64_t Hq,            \
                        int64_t Hkv, int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node,     \
                        int64_t k_row, int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node,  \
-                       double scaling) {                                                                              \
+                       int64_t tiles, double scaling) {                                                               \
     attend_all(Call<T>{static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),                  \
                        static_cast<T*>(keys), static_cast<T*>(values), static_cast<T*>(out),                          \
                        static_cast<const int64_t*>(lengths), static_cast<const uint8_t*>(mask), B, N, M, Hq, Hkv, D,  \
                        stride_row, {q_row, q_head, q_node}, {k_row, k_head, k_node}, {v_row, v_head, v_node},         \
-                       float(scaling)});                                                                              \
+                       tiles != 0, float(scaling)});                                                                  \
   }
 
 TOOLKIT_ATTEND(toolkit_attend_bfloat16, bf16)

@@ -19,8 +19,8 @@ from toolkit.infer.cpu.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
-# Addresses of the tensors, lengths and mask; B, N, M, Hq, Hkv, D, all strides; the scaling.
-ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
+# Addresses of the tensors, lengths and mask; B, N, M, Hq, Hkv, D, all strides; whether tiles may be used; the scaling.
+ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 17 + [ctypes.c_double]
 
 
 @functools.cache
@@ -37,10 +37,12 @@ class RowAttention:
     """Arguments that all layers of one forward have in common. A node's result does not depend on the other nodes.
 
     name: the library's function. lengths [B]: the committed positions of each row. node_mask [B, N, M] bool: the
-    uncommitted nodes that each new node sees (with M = 1, the node itself).
+    uncommitted nodes that each new node sees (with M = 1, the node itself). in_order: a node of a tree gets the bits of
+    the same token in plain decoding. The tiles of AMX add keys in pairs of cache positions, so they are not used then.
     """
 
-    def __init__(self, name: str, lengths: Tensor, node_mask: Tensor) -> None:
+    def __init__(self, name: str, lengths: Tensor, node_mask: Tensor, in_order: bool) -> None:
+        self._tiles = int(not in_order)
         self._function = getattr(load_library(), name)
         self._lengths = lengths
         self._sizes = node_mask.shape
@@ -64,16 +66,16 @@ class RowAttention:
         out = q.new_empty(rows, new, heads, width)
         self._function(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), keys, values, out.data_ptr(), *self._fixed, *self._sizes, heads,
-            k.shape[1], width, row, *of_q[:3], *of_k[:3], *of_v[:3], scaling,
+            k.shape[1], width, row, *of_q[:3], *of_k[:3], *of_v[:3], self._tiles, scaling,
         )  # fmt: skip
         return out
 
 
 def row_attention(
-    dtype: torch.dtype, key_width: int, value_width: int, lengths: Tensor, node_mask: Tensor
+    dtype: torch.dtype, key_width: int, value_width: int, lengths: Tensor, node_mask: Tensor, in_order: bool = False
 ) -> RowAttention | None:
     """Returns None if the CPU, the dtype or the head width is not supported."""
     library = load_library() if dtype in FUNCTIONS and key_width == value_width else None
     if library is None or key_width % library.toolkit_attention_lanes():
         return None
-    return RowAttention(FUNCTIONS[dtype], lengths, node_mask)
+    return RowAttention(FUNCTIONS[dtype], lengths, node_mask, in_order)

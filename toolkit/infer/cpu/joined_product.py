@@ -41,6 +41,10 @@ class BlockedLinear(FixedLinear):
         """The scale [N] float32 of int8 blocks."""
         return None
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return self.blocked
+
     @abstractmethod
     def hold(self, blocks: Tensor) -> None:
         """Take `blocks` as the blocks that hold the weight."""

@@ -7,16 +7,18 @@ than plain decoding by a tenth (BATCH_MARGIN). Both estimates become outdated fo
 
 - Acceptance is measured by probes while nothing is drafted. In a probe the head reads the tokens committed since its
   last read, as it must to keep its cache up to date. Its first draft level is compared with the tokens that followed.
-  A probe runs after 2, 8, 32, 128, 128, .. plain rounds; after 8 to 48, if some rows were never probed.
+  A probe runs after 2, 8, 32, 128, 128, .. plain rounds; after 8 to 48, if some rows were never probed. Where drafting
+  several rows is far from paying (FAR), it runs after 128, whatever rows are new.
 - Costs are measured by trials, which an account pays for. The account starts with START_CREDIT and earns TRIAL_SHARE
   of all time. A trial costs the time it loses against the best arm. A trial of a shape runs only if the account can pay
   for it, if the shape's expected accept_length exceeds START_MARGIN, and soon after a probe. While drafting, a trial
-  that gains time pays into the account, so more trials follow.
+  that gains time pays into the account, so more trials follow. The first round of a batch size is plain.
 - The node count of an arm is at most twice the largest one run at this batch size (or the next larger arm): twice the
   nodes take at most twice as long to verify.
 - Lookup's drafts need neither: `lookup_choice.py`.
 
-In T seconds, with plain rounds of p seconds, a useless head therefore costs at most
+On a GPU the first round of an arm at a batch size is neither timed nor charged (adaptive_drafter.py). Apart from it,
+in T seconds, with plain rounds of p seconds, a useless head therefore costs at most
 
     START_CREDIT * p + TRIAL_SHARE * T  (trials)  +  the excess of one trial over its price (a debt)  +  probes
 
@@ -47,9 +49,8 @@ LEAST_PRICE = 0.05  # least price of a trial for one row, in plain rounds: times
 # With several rows drafting must be faster by this factor: rows that get ahead leave batches that are not full, which
 # no round's cost shows (closed batches of 16 rows: 7 % longer with a draft in every seventh round).
 BATCH_MARGIN = 1.1
-# With several rows, rounds in which lookup drafts must be faster by this factor: its gains are in few of the rows.
-LOOKUP_BATCH_MARGIN = 1.3
 START_MARGIN = 1.04  # extra factor to start drafting; drafting ends without it (hysteresis)
+FAR = 0.85  # with several rows, below this share of the speed that starts drafting, new rows hasten no probe
 CHANGE_MARGIN = 1.03  # another shape replaces the current one if it is faster by this factor
 # Plain rounds before a probe: the first; one before a trial or after drafting; one with rows never probed; the longest.
 # SOON: also the rounds that the choice of plain decoding stands while only times of plain rounds are new.
@@ -111,6 +112,7 @@ class AdaptiveShape:
         self._expected: Expected | None = None  # None after the rates changed
         self._best: Shape = None
         self._chosen: Shape = None
+        self._far = False  # whether the fastest shape is below FAR
         self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
         self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
 
@@ -126,7 +128,10 @@ class AdaptiveShape:
             unknown = self._plain_rounds < FIRST_ROUNDS or self._costs.needs_plain(len(requests))
             arm = None if unknown else self._pick(requests)
             known = self._acceptance.known_share(requests)
-            self._probe_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
+            if self._far and self._gap > FIRST_PROBE:
+                self._probe_after = PROBE_GAP
+            else:
+                self._probe_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
         # Probe before a head's first trial, and after a pause: drafting would include the read of unread positions.
         self.probe_due = self._unread >= (self._probe_after if arm is None or self._gap == FIRST_PROBE else SOON)
         if self.probe_due:
@@ -156,7 +161,7 @@ class AdaptiveShape:
         """Returns the round in which lookup drafts too, if it is faster than drafting `shape` in all rows."""
         self._tokens(requests)
         assert self._expected is not None, "just computed"
-        head, margin = self._expected[2][shape], 1.0 if len(requests) == 1 else LOOKUP_BATCH_MARGIN
+        head, margin = self._expected[2][shape], _margin(len(requests))
         if (found := self._lookup.choose(lookup, shape, head, self._costs, margin)) is None:
             return None
         self.depths, arm = found
@@ -176,15 +181,25 @@ class AdaptiveShape:
         self._expected = None
 
     def record(
-        self, requests: Sequence[Request], arm: Arm, ranks: Sequence[Sequence[int]], draft_s: float, verify_s: float
+        self,
+        requests: Sequence[Request],
+        arm: Arm,
+        ranks: Sequence[Sequence[int]],
+        draft_s: float,
+        verify_s: float,
+        timed: bool = True,
     ) -> None:
         """Takes the result of a round. arm: the shape drafted; None also if the drafter found no draft.
 
         ranks: by row, the ranks of the accepted nodes among their siblings, by level. draft_s, verify_s: seconds.
+        timed: whether later rounds take as long; else a trial of the arm costs nothing, and it is soon tried again.
         """
-        self._costs.add(len(requests), arm, draft_s, verify_s)
         shape = arm.shape if isinstance(arm, LookupArm) else arm
-        if arm is None:
+        if timed:
+            self._costs.add(len(requests), arm, draft_s, verify_s)
+        else:
+            self._last_run.pop(shape, None)
+        if arm is None and timed:
             self._plain_rounds += 1
         if shape is not None:
             depths = self.depths if isinstance(arm, LookupArm) else [0] * len(requests)
@@ -193,7 +208,7 @@ class AdaptiveShape:
                     own = shape if request.shape is None else request.shape.within(shape)
                     self._acceptance.add(request, own, of_row)
             self._expected = None
-        if self._trial_pace is not None and arm == self._chosen:
+        if timed and self._trial_pace is not None and arm == self._chosen:
             self._pay(len(requests), arm, 1 + sum(map(len, ranks)) / len(requests), self._trial_pace)
 
     def _settled(self, requests: Sequence[Request]) -> bool:
@@ -206,7 +221,10 @@ class AdaptiveShape:
         waited, self._picked = self._rounds - self._picked, self._rounds
         tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
         speed = {arm: tokens[arm] / cost for arm, cost in costs.items()}
-        best = self._best = self._fastest(speed, _margin(len(requests)))
+        margin = _margin(len(requests))
+        best = self._best = self._fastest(speed, margin)
+        fastest = max(speed[arm] for arm in speed if arm is not None)
+        self._far = len(requests) > 1 and fastest < FAR * speed[None] * margin * START_MARGIN
         if best is not None:
             self._gap = SOON  # if drafting ends, it may soon pay again
         pace, limit = 1 / speed[best], ACCOUNT_LIMIT * costs[best]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import Candidates, root_beams
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count
+from toolkit.infer.request.upload import upload
 
 
 def draft_beams(
@@ -25,36 +27,19 @@ def draft_beams(
     levels [C], scores [B, C] (cumulative log-probabilities). limits: a shape for each row; candidates outside a row's
     shape get the score -inf. to_target [D]: the target ids of the draft vocabulary.
     """
-    device = to_target.device
-    k, steps, rows = shape.top_k, shape.num_steps, len(nodes.tokens)
-    ranks = torch.arange(k, device=device)
-    beyond = None if limits is None else _beyond(limits, ranks, steps)
-    scores, tokens = _children(nodes, nodes.at_roots()[:, None], k, to_target)  # [B, 1, k]
-    scores, tokens = scores[:, 0], tokens[:, 0]
-    if beyond is not None:
-        scores = scores.masked_fill(beyond[0], -torch.inf)
-    found = [(tokens, torch.full_like(tokens, -1), scores)]
-    beams = ranks.expand(rows, k)  # the beams' candidate numbers
-    parents, total = nodes.roots.expand(rows, k), k
-    for level in range(1, steps):
-        hidden, first = nodes.grow(tokens, parents), nodes.nodes - k
-        child_scores, child_tokens = _children(nodes, hidden, k, to_target)  # [B, k, k]
-        child_scores = child_scores + scores[:, :, None]
-        if beyond is not None:
-            child_scores = child_scores.masked_fill(beyond[level][:, None], -torch.inf)
-        child_scores, child_tokens = child_scores.flatten(1), child_tokens.flatten(1)
-        found.append((child_tokens, beams.repeat_interleave(k, dim=1), child_scores))
-        if level == steps - 1:
-            break
-        scores, chosen = child_scores.topk(k, dim=1)
-        if beyond is not None:
-            scores = scores.masked_fill(beyond[level], -torch.inf)  # a row has no more beams than branches
-        tokens = child_tokens.gather(1, chosen)
-        parents = first + chosen // k  # the parent beam: the child inherits its hidden state and ancestors
-        beams = total + chosen
-        total += k * k
-    tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return tokens, above, levels_of(shape, device), scores
+    k, steps, rows, device = shape.top_k, shape.num_steps, len(nodes.tokens), to_target.device
+    ops, widths = ops_for(device.type), None if limits is None else _widths(limits, steps, device)
+    found = Candidates.empty(rows, candidate_count(steps, k), device)
+    beams, hidden, first = root_beams(nodes.sees), nodes.at_roots(), 0
+    for level in range(steps):
+        children = ops.top_log_probs(nodes.logits(hidden), k)  # [B, n, k] each
+        width = None if widths is None else widths[level]
+        last = level + 1 == steps
+        beams = ops.grow_beams(beams, *children, to_target, found, first, width, None if last else nodes.nodes)
+        first += children[0][0].numel()
+        if not last:
+            hidden = nodes.grow(hidden, beams.tokens, beams.parents, beams.sees)
+    return found.tokens, found.parents, levels_of(shape, device), found.scores
 
 
 def rerank(
@@ -67,19 +52,10 @@ def rerank(
     )
 
 
-def _children(nodes: DraftRollout, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities (<= 0, fp32) and target ids of the k best children of [B, n, H], [B, n, k] each."""
-    # Scores are never nan, and no child's score exceeds its parent's: rerank relies on both.
-    scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
-    return scores, to_target[ids]
-
-
-def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:
-    """Returns [steps, B, k] bool: children of this level and rank are outside the row's shape."""
-    widths = torch.tensor([0 if one is None else one.top_k for one in limits], device=ranks.device)
-    depths = torch.tensor([0 if one is None else one.num_steps for one in limits], device=ranks.device)
-    levels = torch.arange(1, steps + 1, device=ranks.device)
-    return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
+def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.device) -> Tensor:
+    """Returns [steps, B]: how many children a node of each level has in the row's own shape."""
+    own = [(0, 0) if one is None else (one.num_steps, one.top_k) for one in limits]
+    return upload([[k if level < depth else 0 for depth, k in own] for level in range(steps)], device)
 
 
 @lru_cache(maxsize=4096)  # keeps the tensor alive: a recorded round reads it

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.block_drafter import BlockDrafter
 from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, ComposedDrafter
 from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
+from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.lookup_corpus import LookupCorpus
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
@@ -24,6 +28,13 @@ class Lookup:
     """Suffix lookup beside a head. corpus: earlier texts, searched beside each request's own."""
 
     corpus: LookupCorpus | None = None
+
+
+def cached_token_bytes(draft: Draft | None) -> int:
+    """Returns the bytes of a token in the head's KV caches; 0 without a head."""
+    if not isinstance(draft, DraftCheckpoint):
+        return 0
+    return draft.head.config.stages * cache_shape(draft.head, torch.device("cpu")).bytes_per_token
 
 
 def choose_drafter(
@@ -44,11 +55,14 @@ def choose_drafter(
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
-    return HeadDrafter(target, draft, shape, pool, draws=draws)
+    kind = BlockDrafter if draft.head.config.drafts_at_once else HeadDrafter
+    return kind(target, draft, shape, pool, draws=draws)
 
 
-def with_choices(drafter: Drafter, shape: DraftShape, lookup: Lookup | None, *, adaptive: bool) -> Drafter:
+def with_choices(
+    drafter: Drafter, shape: DraftShape, lookup: Lookup | None, device: torch.device, *, adaptive: bool
+) -> Drafter:
     """Returns `drafter`, with lookup beside its head, and with its shape chosen in every round (adaptive)."""
     if lookup is not None and isinstance(drafter, HeadDrafter):
         drafter = ComposedDrafter(drafter, shape, MOST_DEPTH if adaptive else None, lookup.corpus)
-    return AdaptiveDrafter(drafter, shape) if adaptive else drafter
+    return AdaptiveDrafter(drafter, shape, first_is_slow=device.type != "cpu") if adaptive else drafter

@@ -35,6 +35,7 @@ from toolkit.infer.drafters.lookup_corpus import LookupCorpus
 from toolkit.infer.drafters.suffix_lookup import MatchRates, SuffixLookup
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, chain_tree, without_padding
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 
 MOST_DEPTH = FEW - 1  # tokens of lookup's longest draft with adaptive drafting; more nodes take a slower attention
 LEAST_LENGTH = 1.4  # expected accept_length from which lookup drafts in place of the head, with a fixed shape
@@ -107,9 +108,9 @@ class ComposedDrafter(WrappedDrafter):
 def with_chains(tree: DraftTree, roots: Tensor, drafts: Drafts) -> DraftTree:
     """Returns `tree` with the rows that have drafts replaced by chains of these tokens. roots [B]."""
     nodes = max(tree.nodes, 1 + max(map(len, drafts)))
-    tokens = torch.tensor([draft + [0] * (nodes - 1 - len(draft)) for draft in drafts], device=roots.device)
+    tokens = upload([draft + [0] * (nodes - 1 - len(draft)) for draft in drafts], roots.device)
     chains = chain_tree(roots, tokens, [len(draft) for draft in drafts])
-    chained = torch.tensor([bool(draft) for draft in drafts], device=roots.device)
+    chained = upload([bool(draft) for draft in drafts], roots.device)
     more = nodes - tree.nodes
     # Padding nodes are not valid: children of the root, or the next ones of a chain.
     head_rows = (

@@ -29,121 +29,155 @@ approximation. It only decides when drafting is tried.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.draft_masks import DraftMasks
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import HeadReader
+from toolkit.infer.request.upload import upload
+
+PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
 
 
 class DraftRollout:
     """The nodes of one round.
 
-    tokens, positions (those of stage 0) and parents (node numbers; -1: the position before the first node): [B, M].
-    sees [B, M, M]: which nodes each node attends to, besides all positions read before the round.
-    states [B, M, H]: the output of the current stage at each node. stage: the number of that stage.
+    tokens [B, P]: the unread ones. nodes: number of nodes so far. stage: the number of the current stage.
+    states [B, M, H]: its output at each node that a further stage reads.
+    sees [B, 1, ..]: which nodes the root (of a chain: the newest node) attends to, besides all positions read before
+    the round. within: the rows' grammars, to which the logits of a level keep; None: there are none.
     """
 
     def __init__(
-        self, reader: HeadReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, room: int
+        self,
+        reader: HeadReader,
+        rows: RoundRows,
+        tokens: Tensor,
+        hidden: Tensor,
+        carry: Tensor,
+        *,
+        levels: int = 0,
+        width: int = 1,
     ) -> None:
         """tokens [B, P] and hidden [B, P, H]: the unread positions; the first rows.unread[b] of row b are valid.
 
-        carry [B, S-1, H]: see `DraftInputs`. room: the most nodes that will be added.
+        carry [B, S-1, H]: see `DraftInputs`. levels: the most levels that will be added, of `width` nodes each.
         """
         (batch, unread), device = tokens.shape, tokens.device
+        most = unread + levels * width
         self._reader, self._table, self._old_carry = reader, rows.table, carry
-        self._reach = rows.span(unread + room)
-        self.nodes, self.depth, self.stage = unread, 0, 0
-        self.tokens = torch.nn.functional.pad(tokens, (0, room))
-        at = torch.arange(unread + room, device=device)
+        self._reach = rows.span(most)
+        self.tokens, self.nodes, self.stage = tokens, unread, 0
+        self.within: DraftMasks | None = None
+        at, causal, self._own = _tables(1 << (most - 1).bit_length(), device)
         self._begin = rows.lengths - rows.unread  # [B]: positions that stage 0 has read before
-        self.positions = self._begin[:, None] + at
-        self.parents = (at - 1).repeat(batch, 1)
+        # Of each level, [B, n]: positions in stage 0. All nodes of a drafted level have the same.
+        self._positions = [self._begin[:, None] + at[:unread]]
+        if levels:
+            self._positions += (rows.lengths[:, None] + at[:levels, None, None].expand(-1, 1, width)).unbind()
+        self._depths: Tensor | None = None  # [B, most]
+        if reader.window is not None:
+            below = rows.unread[:, None] + at[: levels * width] // width
+            self._depths = torch.cat((at[:unread].expand(batch, -1), below), dim=1)
+        self._roots = rows.unread[:, None] - 1  # [B, 1]: the node of each row's last token
         # A row with fewer unread positions has padding after them. No drafted node descends from padding.
-        self.sees = torch.zeros(batch, unread + room, unread + room, dtype=torch.bool, device=device)
-        self.sees[:, :unread, :unread] = torch.ones(unread, unread, dtype=torch.bool, device=device).tril()
-        self.roots = rows.unread[:, None] - 1  # [B, 1]: the node of each row's last token
+        self.sees = (at[:most] < rows.unread[:, None])[:, None]
+        every = causal[:unread, :most].expand(batch, -1, -1)
+        # Of each level, for further stages: tokens [B, n], parents [B, n] (-1: the position before the first node) and
+        # which nodes each attends to, [B, n, most].
+        self._levels = [(tokens, (at[:unread] - 1).expand(batch, -1), every)]
         self._carries: list[Tensor] = []
-        self.states = self._read(hidden, unread)
+        self.states = self._read(tokens, hidden, self._positions[0], every)
 
-    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Adds a level: tokens [B, n] below the nodes `parents` [B, n]. Returns the head's states there, [B, n, H]."""
-        added, start = tokens.shape[1], self.nodes
-        new = slice(start, start + added)
-        self.tokens[:, new] = tokens
-        self.parents[:, new] = parents
-        self.positions[:, new] = self.positions.gather(1, parents) + 1
-        self.sees[:, new] = self.sees.gather(1, parents[:, :, None].expand(-1, -1, self.sees.shape[2]))
-        self.sees[:, new, new] |= torch.eye(added, dtype=torch.bool, device=tokens.device)
-        self.nodes, self.depth = start + added, self.depth + 1
+    def grow(self, states: Tensor, tokens: Tensor, parents: Tensor | None = None, sees: Tensor | None = None) -> Tensor:
+        """Adds a level: tokens [B, n]. Returns the head's states there, [B, n, H].
+
+        states: those of the level above, from `at_roots` or the last call. parents [B, n]: the place of each node's
+        parent in that level; None: every level has one node. sees [B, n, ..]: which nodes the new ones attend to; None:
+        all of the chain.
+        """
+        start, level = self.nodes, len(self._levels)
+        if self.within is not None:
+            self.within.grow(tokens, parents)
+        self.nodes += tokens.shape[1]
+        if sees is None:
+            sees = self.sees = self.sees | self._own[start, : self.sees.shape[2]]
         if self.stage + 1 < self._reader.head.stages:
+            first = self._roots if level == 1 else torch.full_like(self._roots, start - states.shape[1])
+            self._levels.append((tokens, first if parents is None else first + parents, sees))
             self._next_stage()
-        else:
-            out = self._read(_rows_of(self.states, parents), added)
-            self.states = torch.cat((self.states, out), dim=1)
-        return self.states[:, new]
+            return self.states[:, start:]
+        self._levels.append((tokens, tokens, sees))  # no further stage reads it
+        hidden = states if parents is None else _rows_of(states, parents)
+        return self._read(tokens, hidden, self._positions[level], sees)
 
     def at_roots(self) -> Tensor:
-        """Returns the current stage's states at each row's last committed token, [B, H]."""
-        return _rows_of(self.states, self.roots)[:, 0]
+        """Returns the current stage's states at each row's last committed token, [B, 1, H]."""
+        return _rows_of(self.states, self._roots)
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns the logits [..., D] of the next token for `states` [..., H] of the current stage."""
-        return self._reader.head.logits(self.stage, states)
+        logits = self._reader.head.logits(self.stage, states)
+        return logits if self.within is None else self.within(logits)
 
     def finish(self) -> Tensor:
         """Lets the remaining stages read the nodes too. Returns the carry of the next round, [B, S-1, H]."""
         while self.stage + 1 < self._reader.head.stages:
             self._next_stage()
-        return torch.stack(self._carries, dim=1) if self._carries else self._old_carry
+        return torch.cat(self._carries, dim=1) if self._carries else self._old_carry
+
+    def shadow_ranks(self, counts: Sequence[int], to_target: Tensor, width: int) -> DraftRanks:
+        """Returns the rank of each right token among the `width` most probable drafts; `width` if it is absent.
+
+        To be called after stage 0 has read the unread positions, counts[b] of row b. to_target [D]: target ids of the
+        draft vocabulary.
+        """
+        each = max(1, PROBED // len(counts))
+        places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
+        ranks: DraftRanks = [[] for _ in counts]
+        if not places:
+            return ranks
+        rows, at = upload(places, to_target.device).T
+        scores = self.logits(self.states[rows, at])  # [L, D]
+        drafts = to_target[scores.topk(min(width, len(to_target)), dim=-1).indices]
+        right = drafts == self.tokens[rows, at + 1][:, None]
+        found = torch.where(right.any(dim=1), right.int().argmax(dim=1), width)
+        for (row, _), rank in zip(places, found.tolist(), strict=True):
+            ranks[row].append(rank)
+        return ranks
 
     def _next_stage(self) -> None:
         """Lets the next stage read all nodes so far."""
         self._carries.append(self.at_roots())
+        tokens, parents, sees = (torch.cat(parts, dim=1) for parts in zip(*self._levels, strict=True))
         below = torch.cat((self._old_carry[:, self.stage, None], self.states), dim=1)
-        hidden = _rows_of(below, self.parents[:, : self.nodes] + 1)
         self.stage += 1
-        self.states = self._read(hidden, self.nodes)
+        positions = torch.cat(self._positions[: len(self._levels)], dim=1)
+        self.states = self._read(tokens, _rows_of(below, parents + 1), positions, sees)
 
-    def _read(self, hidden: Tensor, new: int) -> Tensor:
-        """Runs the current stage over the newest `new` nodes with hidden [B, new, H]."""
-        newest, depths = slice(self.nodes - new, self.nodes), self.positions[:, : self.nodes] - self._begin[:, None]
-        # Stage k has read k positions fewer. (A row that is too short for that gets no drafts.)
-        begin = (self._begin - self.stage).clamp(min=0)
-        sees = self.sees[:, newest, : self.nodes]
-        metadata = tree_metadata(self._reader.caches[self.stage], self._table, begin, self._reach, sees, depths)
-        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
-        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, metadata, self._reach)
+    def _read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+        """Runs the current stage over the newest n nodes: tokens and positions [B, n], hidden [B, n, H]."""
+        begin, nodes = self._begin, self.nodes
+        if self.stage:  # has read so many positions fewer. (A row that is too short for that gets no drafts.)
+            begin, positions = ((one - self.stage).clamp(min=0) for one in (begin, positions))
+        depths = None if self._depths is None else self._depths[:, :nodes]
+        cache = self._reader.caches[self.stage]
+        metadata = tree_metadata(cache, self._table, begin, self._reach, sees[:, :, :nodes], depths)
+        return self._reader.read(self.stage, tokens, hidden, positions, metadata, self._reach)
+
+
+@cache  # never freed: recorded rounds read them
+def _tables(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns 0 .. size-1, a causal mask and an identity mask, [size, size] bool each."""
+    own = torch.eye(size, dtype=torch.bool, device=device)
+    return torch.arange(size, device=device), torch.ones_like(own).tril(), own
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
     """Returns states [B, M, H] at the node numbers [B, n]: [B, n, H]."""
     return states.gather(1, numbers[:, :, None].expand(-1, -1, states.shape[2]))
-
-
-PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
-
-
-def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> DraftRanks:
-    """Returns the rank of each right token among the `width` most probable drafts; `width` if it is absent.
-
-    nodes: the unread positions, just read by stage 0; counts[b] of row b. to_target [D]: target ids of the draft
-    vocabulary.
-    """
-    each = max(1, PROBED // len(counts))
-    places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
-    ranks: DraftRanks = [[] for _ in counts]
-    if not places:
-        return ranks
-    rows, at = torch.tensor(places, device=to_target.device).T
-    scores = nodes.logits(nodes.states[rows, at])  # [L, D]
-    drafts = to_target[scores.topk(min(width, len(to_target)), dim=-1).indices]
-    right = drafts == nodes.tokens[rows, at + 1][:, None]
-    found = torch.where(right.any(dim=1), right.int().argmax(dim=1), width)
-    for (row, _), rank in zip(places, found.tolist(), strict=True):
-        ranks[row].append(rank)
-    return ranks

@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.draft_tree import Proposal
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
 Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
@@ -34,7 +36,7 @@ class BestTokens:
     """Chooses the most probable token in every row."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return logits.max(dim=-1).indices
+        return ops_for(logits.device.type).argmax(logits)
 
     def proposal(self) -> None:
         return None
@@ -52,14 +54,15 @@ class DrawnTokens:
         hot = [row for row, request in enumerate(requests) if draws(request)]
         self._ids, self._batch = ids, len(requests)
         self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
-        self._hot = torch.tensor(hot, dtype=torch.long, device=ids.device)
+        self._hot = upload(hot, ids.device, torch.long)
         self._distributions = RowDistributions([requests[row].params for row in hot], ids.device)
-        self._roots = torch.tensor([requests[row].length for row in hot], dtype=torch.long, device=ids.device)[:, None]
+        self._roots = upload([requests[row].length for row in hot], ids.device, torch.long)[:, None]
         self._drawn_from: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         best = logits.max(dim=-1).indices
         q = self._distributions.probs(logits[self._hot])
+        q = torch.where(q[..., :1].isnan(), 1 / q.shape[-1], q)  # a head with broken weights: all of a row is nan
         positions = self._roots + len(self._drawn_from)
         self._drawn_from.append(q)
         drawn = draw_from(q[:, 0], self._distributions.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])

@@ -15,6 +15,7 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.verifiers import VerifyResult
 
 DraftRanks = list[
@@ -26,7 +27,10 @@ class Drafter(ABC):
     """Proposes draft trees. It reads the target only through its own hooks on the engine's forwards.
 
     The methods that are not abstract are those of a drafter without a cache and without hooks.
+    ends_chains: a head may run and leave out all its drafts, by its confidence, on the host.
     """
+
+    ends_chains = False
 
     @property
     def lookahead(self) -> int:
@@ -100,7 +104,7 @@ class Drafter(ABC):
 def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
     """Returns the next `count` unread tokens of each request's context_ids, [B, count], padded on the right with 0."""
     parts = (request.context_ids[request.n_read : request.n_read + count] for request in requests)
-    return torch.tensor([part + [0] * (count - len(part)) for part in parts], device=device)
+    return upload([part + [0] * (count - len(part)) for part in parts], device)
 
 
 class NoDrafter(Drafter):
@@ -126,7 +130,7 @@ class WrappedDrafter(Drafter):
     """A drafter that passes every call on to `inner`; subclasses change some."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
+        self.inner, self.ends_chains = inner, inner.ends_chains
 
     @property
     def lookahead(self) -> int:

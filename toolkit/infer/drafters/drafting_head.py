@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attend
+from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.layer_ops import LayerOps, using
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.drafters.dynamic_rows import DynamicRows, rows_agree
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.request.upload import upload
 from toolkit.log import get_logger
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
@@ -89,7 +93,10 @@ class DraftingHead:
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
-        states = self.module.normed(self.module.read(stage, hidden))
+        return self.scores(self.module.normed(self.module.read(stage, hidden)))
+
+    def scores(self, states: Tensor) -> Tensor:
+        """Returns the logits of normed states: [..., H] -> [..., D]."""
         return self._of_map(states) if self.dynamic is None else self.dynamic.logits(states, self._of_map)
 
     def weights_changed(self) -> None:
@@ -120,18 +127,23 @@ def _dynamic_rows(draft: DraftCheckpoint, target: Target, of_map: nn.Module) -> 
     return None
 
 
+def cache_shape(head: DraftHead, device: torch.device) -> KVShape:
+    """The shape of the KV cache of one of the head's stages."""
+    sizes, dtype = head.kv_sizes(), next(head.parameters()).dtype
+    return KVShape(head.config.layers, sizes.kv_heads, sizes.key_dim, dtype, device, value_dim=sizes.value_dim)
+
+
 class HeadReader:
-    """A head with one KV cache per stage; `read` writes to them."""
+    """A head with one KV cache per stage; `read` writes to them. window: of its attention; None: it has none."""
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
-        config, sizes = head.config, head.module.kv_sizes()
-        self.head = head
-        self.dtype = next(head.module.parameters()).dtype
+        shape = cache_shape(head.module, target.device)
+        self.head, self.dtype, self._device = head, shape.dtype, target.device
         self._embed = target.embed_tokens
-        self._scoring = Scoring(sizes.key_dim**-0.5, config.sliding_window)
-        shape = KVShape(
-            config.layers, sizes.kv_heads, sizes.key_dim, self.dtype, target.device, value_dim=sizes.value_dim
-        )
+        self.window = head.config.sliding_window
+        ops = ops_for(target.device.type)
+        self._ops = LayerOps(ops.rotate, ops.gated)
+        self._scoring = Scoring(shape.head_dim**-0.5, self.window)
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
     def read(
@@ -146,7 +158,8 @@ class HeadReader:
             return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        with using(self._ops):
+            out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
 
@@ -191,7 +204,7 @@ class DraftInputs:
             self.features[:rows, here], self.tokens[:rows, here] = features, tokens
         else:
             every = torch.arange(rows, device=tokens.device)[:, None]
-            places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
+            places = upload(starts, tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
             self.features[every, places], self.tokens[every, places] = features, tokens
 
     def move_row(self, destination: int, source: int) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.infer.request.upload import upload
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -101,7 +102,7 @@ class DynamicRows:
         if not changed:
             return
         device = self.to_target.device
-        self._fill(*(torch.tensor(list(part), device=device) for part in (changed.keys(), changed.values())))
+        self._fill(*(upload(list(part), device) for part in (changed.keys(), changed.values())))
 
     def _fill(self, slots: Tensor, ids: Tensor) -> None:
         """Gives the rows `slots` to `ids`, in place: recorded rounds read these tensors."""

@@ -28,7 +28,8 @@ from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.beams import draft_beams, rerank
-from toolkit.infer.drafters.draft_rollout import DraftRollout, shadow_ranks
+from toolkit.infer.drafters.draft_masks import DraftMasks
+from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
@@ -36,6 +37,7 @@ from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 
@@ -44,6 +46,8 @@ CATCH_UP = 160  # unread positions of a row at which `skip` reads them; an answe
 
 class HeadDrafter(Drafter):
     """Owns the head's caches, its unread inputs and its hooks on the target. module: the head."""
+
+    reader_class = HeadReader
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class HeadDrafter(Drafter):
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device
         self.to_target = self._head.to_target
-        self.reader = HeadReader(self._head, target, pool)
+        self.reader = self.reader_class(self._head, target, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self.reader.dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
@@ -92,7 +96,8 @@ class HeadDrafter(Drafter):
         return self._head.stages
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # after the longest unread row
+        # After the longest unread row: the drafted nodes of every level but the last.
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + shape.top_k * (shape.num_steps - 1)
 
     def _drafts(self, request: Request) -> bool:
         """Returns whether the request gets drafts. The prompt must have at least `stages` tokens for it.
@@ -108,20 +113,19 @@ class HeadDrafter(Drafter):
         inputs, rows, stages = self.inputs, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
         whole = requests[0].unread <= tokens
-        drafted = any(map(self._drafts, requests))
         if whole:
             inputs.hold(first_row + rows, 1)
             inputs.counts[first_row:] = [1] * rows
             # A row without drafts may use pages that the head has never written.
             read = [max(0, len(one.context_ids) - stages) if self._drafts(one) else 0 for one in requests]
             self._read[first_row:] = read
-        if not drafted:
+        if not any(map(self._drafts, requests)):
             return
         if whole and self._head.dynamic is not None:
             for one in filter(self._drafts, requests):
                 self._head.dynamic.use(one.context_ids)
         features = self._head.features().to(self.reader.dtype)
-        last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
+        last = upload([request.unread - 1 for request in requests], self._device)
         if whole:
             inputs.features[here, 0] = features[every, last]
             for row, request in enumerate(requests, start=first_row):
@@ -129,7 +133,7 @@ class HeadDrafter(Drafter):
                     inputs.tokens[row, 0] = request.output_ids[-1]
         starts = [request.n_read for request in requests]
         texts = unread_tokens(requests, tokens + stages, self._device)
-        at = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+        at = upload(starts, self._device)[:, None] + torch.arange(tokens, device=self._device)
         hidden = self._head.first_hidden(features)
         for stage, cache in enumerate(self.reader.caches):
             count = tokens - 1 - stage if whole else tokens  # the token after position i of stage k is i + 1 + k
@@ -167,7 +171,7 @@ class HeadDrafter(Drafter):
         if self._carry is None:
             rows.unread.add_(committed)
         else:
-            rows.unread.copy_(committed + (1 - rows.real))
+            torch.clamp(committed, min=1, out=rows.unread)  # a padding row keeps its one position
             if self._carry.shape[1]:
                 self.inputs.carry[: len(self._carry)] = self._carry
         features = self._head.features().to(self.reader.dtype)
@@ -205,7 +209,8 @@ class HeadDrafter(Drafter):
             return root_only(rows.roots)
         shape = DraftShape.covering(drafted)  # one rollout for the batch; each row keeps its part
         sampling = draft_sampling_for(requests, self.to_target, self._draws)
-        tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]))
+        within = DraftMasks.of(requests, self.to_target)
+        tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]), within)
         self._note_read(requests)
         return tree
 
@@ -216,13 +221,15 @@ class HeadDrafter(Drafter):
         own: Sequence[DraftShape | None],
         sampling: DraftSampling,
         unread: int,
+        within: DraftMasks | None = None,
     ) -> DraftTree:
         """Reads the unread positions, at most `unread` a row, and builds a tree on each root.
 
-        own: the part of `shape` that each row keeps; None keeps the root only. The method can be recorded: no
-        decision on the host depends on device values.
+        own: the part of `shape` that each row keeps; None keeps the root only. within: the rows' grammars. Without them
+        the method can be recorded: no decision on the host depends on device values.
         """
-        nodes = self._read_unread(rows, unread, room_for(shape))
+        nodes = self._read_unread(rows, unread, shape)
+        nodes.within = within
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, sampling)
             kept = [0 if one is None else one.num_steps for one in own]
@@ -241,7 +248,7 @@ class HeadDrafter(Drafter):
         tokens, parents, scores [B, C], as of `draft_beams`; those of a chain have falling scores. The head reads as in
         propose. Rows without drafts have candidates without a meaning.
         """
-        nodes = self._read_unread(rows, max(self.unread[: len(requests)]), room_for(self.shape))
+        nodes = self._read_unread(rows, max(self.unread[: len(requests)]), self.shape)
         if self.shape.is_chain:
             tokens = self._draft_chain(nodes, self.shape, BestTokens())
             number = torch.arange(self.shape.num_steps, device=self._device).expand_as(tokens)
@@ -257,7 +264,7 @@ class HeadDrafter(Drafter):
         drafts = [self._drafts(request) for request in requests]
         counts = self.unread[: len(requests)]
         if any(drafts) and max(counts) >= CATCH_UP:
-            self._finish(self._read_unread(rows, max(counts), room=0))
+            self._finish(self._read_unread(rows, max(counts)))
             self._note_read(requests)
         else:
             # A row without drafts keeps its newest position only; the head never reads it.
@@ -271,8 +278,8 @@ class HeadDrafter(Drafter):
             self._starts = None
             return root_only(rows.roots), [[] for _ in requests]
         counts = self.unread[: len(requests)]
-        nodes = self._read_unread(rows, max(counts), room=0)
-        ranks = shadow_ranks(nodes, counts, self.to_target, width)
+        nodes = self._read_unread(rows, max(counts))
+        ranks = nodes.shadow_ranks(counts, self.to_target, width)
         self._finish(nodes)
         self._note_read(requests)
         return root_only(rows.roots), ranks
@@ -283,12 +290,13 @@ class HeadDrafter(Drafter):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def _read_unread(self, rows: RoundRows, unread: int, room: int) -> DraftRollout:
-        """Starts a rollout with the unread positions of every row, at most `unread`; `room` nodes can be added."""
+    def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> DraftRollout:
+        """Starts a rollout of `shape` with the unread positions of every row, at most `unread`. None: no drafts."""
         held = (slice(len(rows.roots)), slice(unread))
+        levels = {} if shape is None else {"levels": shape.num_steps - 1, "width": shape.top_k}
         # Without contiguous(), torch runs one matmul per row and copies the weights for each.
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
-        return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], room)
+        return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], **levels)
 
     def _finish(self, nodes: DraftRollout) -> None:
         """Lets all stages read the unread positions. Does not change `inputs`, so that a failed round can run again."""
@@ -302,15 +310,9 @@ class HeadDrafter(Drafter):
 
     def _draft_chain(self, nodes: DraftRollout, shape: DraftShape, sampling: DraftSampling) -> Tensor:
         """Returns the drafts as target ids, [B, num_steps]."""
-        hidden, last = nodes.at_roots()[:, None], nodes.roots
+        hidden = nodes.at_roots()
         drafts = [self.to_target[sampling(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
-            hidden = nodes.grow(drafts[-1], last)
-            last = torch.full_like(last, nodes.nodes - 1)
+            hidden = nodes.grow(hidden, drafts[-1])
             drafts.append(self.to_target[sampling(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
-
-
-def room_for(shape: DraftShape) -> int:
-    """Returns how many drafted nodes the head reads: those of every level but the last."""
-    return shape.top_k * (shape.num_steps - 1)

@@ -1,11 +1,16 @@
 """Choose in every round how deep lookup drafts, and whether the head drafts too (`composed_drafter.py`).
 
-    tokens per second = mean over the rows of max(lookup's expected accept_length, the head's) / seconds of the round
+    tokens per second of a row = harmonic mean over the rows of max(lookup's expected accept_length, the head's)
+                                 / seconds of the round
+
+The harmonic mean, because it is the time of a token that counts: rows without a match wait for a round with more nodes,
+and rows that get ahead leave a batch that is not full. Closed batches of 16 rows took 5 % longer than plain decoding
+with the mean, up to 7 % with the median.
 
 The head's shape is the one that adaptive drafting has just chosen, or None. Lookup's expected lengths differ in every
 round, because the matches do; they are learned from every token, so lookup needs no probes. Its costs are those of
-verifying its nodes (step_costs.py). Depth 1 runs once in RETRY rounds where it seems not to pay, so that one slow round
-does not end lookup; deeper drafts follow when a shallower one has been measured.
+verifying its nodes (step_costs.py). Where depth 1 seems not to pay, it runs once in RETRY rounds that search the texts,
+so that one slow round does not end lookup; deeper drafts follow when a shallower one has been measured.
 """
 
 from __future__ import annotations
@@ -48,17 +53,17 @@ class LookupChoice:
         rounds = {LookupArm(one, depth): depth for one in shapes for depth in DEPTHS if depth <= deepest}
         arms: list[Arm] = [None, shape, *rounds]
         known = costs.all(batch, arms)
-        current = sum(head) / known[shape] if shape in known else 0.0
-        floor = max(current, batch / known[None] * margin)
+        current = _mean(head) / known[shape] if shape in known else 0.0
+        floor = max(current, margin / known[None])
         speeds = {
-            arm: sum(_lengths(lookup, rounds[arm], head if arm.shape else None)) / seconds
+            arm: _mean(_lengths(lookup, rounds[arm], head if arm.shape else None)) / seconds
             for arm, seconds in known.items()
             if isinstance(arm, LookupArm)
         }
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] <= floor:
             least = LookupArm(None, 1)
-            due = self._rounds - self._last >= RETRY and sum(_lengths(lookup, 1, None)) >= RETRY_LENGTH * batch
+            due = self._rounds - self._last >= RETRY and _mean(_lengths(lookup, 1, None)) >= RETRY_LENGTH
             if not due:
                 return None
             best = least
@@ -72,6 +77,11 @@ class LookupChoice:
         # Without a row for the head, the round is one of lookup alone: its time says nothing of the head.
         left = best.shape is not None and any(b > 1 for own, b in zip(depths, theirs, strict=True) if own == 0)
         return depths, LookupArm(best.shape if left else None, max(depths))
+
+
+def _mean(lengths: Sequence[float]) -> float:
+    """Returns the harmonic mean; statistics.harmonic_mean takes ten times as long."""
+    return len(lengths) / sum(1 / one for one in lengths)
 
 
 def _lengths(lookup: Lengths, depth: int, head: Sequence[float] | None) -> list[float]:

@@ -86,7 +86,7 @@ class StepCosts:
         self._since_plain: dict[int, int] = {}  # drafting rounds since the last plain one, by batch size
 
     def add(self, batch: int, arm: Arm, draft: float, verify: float) -> None:
-        size = _bucket(batch)
+        size = batch_bucket(batch)
         seen = self._seen.setdefault(size, {})
         if arm is None:
             self._since_plain[size] = 0
@@ -109,22 +109,21 @@ class StepCosts:
                 del self._seen[size]
 
     def needs_plain(self, batch: int) -> bool:
-        """Returns whether rounds of this batch size were measured, but no plain one since `forget_plain`."""
-        seen = self._seen.get(_bucket(batch))
-        return seen is not None and None not in seen
+        """Returns whether no plain round of this batch size was measured, or none since `forget_plain`."""
+        return None not in self._seen.get(batch_bucket(batch), {})
 
     def all(self, batch: int, arms: Sequence[A]) -> dict[A, float]:
         """Returns the seconds of a round for each arm not much larger than the largest one run at this batch size.
 
         The limit is twice the nodes of the largest arm run, or the nodes of the next larger arm if these are more.
         """
-        run = max(map(_nodes, self._seen.get(_bucket(batch), {None: None})))
+        run = max(map(_nodes, self._seen.get(batch_bucket(batch), {None: None})))
         reach = max(2 * run, min((n for n in map(_nodes, arms) if n > run), default=run))
         return {arm: self.seconds(batch, arm) for arm in arms if _nodes(arm) <= reach}
 
     def seconds(self, batch: int, arm: Arm) -> float:
         """Returns the seconds of one round: measured, or estimated. A plain round must have been measured."""
-        wanted = _bucket(batch)
+        wanted = batch_bucket(batch)
         here = self._seen.get(wanted, {})
         found = _of_one_size(here, arm)
         if found is not None:
@@ -189,6 +188,6 @@ def _typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
-def _bucket(batch: int) -> int:
+def batch_bucket(batch: int) -> int:
     """Returns the bucket of a batch size: 1, 2, 3-4, 5-8, ... rows share one each."""
     return (batch - 1).bit_length()

@@ -9,6 +9,9 @@ whole text links to the state of its longest suffix that occurred before (Blumer
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+
 MOST_LINKS = 32  # states whose latest place is updated per token: a text of one repeated token has a state per length
 
 
@@ -50,6 +53,10 @@ class SuffixAutomaton:
             following[state][token] = copy
             state = link[state]
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.append(token)
+
     def match(self) -> tuple[int, int] | None:
         """Returns (length, end) of the longest suffix of the text that occurred before; None if there is none.
 
@@ -57,6 +64,33 @@ class SuffixAutomaton:
         """
         state = self._link[self._last]
         return (self._length[state], self._end[state]) if state > 0 else None
+
+    def places(self, size: int, depth: int) -> Iterator[int]:
+        """Yields places after earlier occurrences of the last `size` tokens, most recent first.
+
+        One place for every different continuation of `depth` tokens; of those that the text's end cuts off, some.
+        """
+        state = 0
+        for token in self.tokens[-size:]:
+            state = self._next[state][token]
+        ways = [(-self._end[state], 0, state)] if state != self._last else []
+        while ways:  # (-place, tokens after it that differ from the continuations before, their state)
+            place, known, state = heappop(ways)
+            yield -place
+            for at in range(known - place, min(depth - place, len(self.tokens) + 1)):
+                own = self.tokens[at] if at < len(self.tokens) else None
+                for other, after in self._next[state].items():
+                    if other != own:
+                        heappush(ways, (at + place + 1 - self._end[after], at + place + 1, after))
+                if own is not None:
+                    state = self._next[state][own]
+
+    def continuation(self, place: int, count: int) -> list[int]:
+        """Returns `count` tokens from `place` on. After the end of the text it repeats the tokens just taken."""
+        taken = self.tokens[place : place + count]
+        while len(taken) < count:
+            taken.append(taken[len(taken) - (len(self.tokens) - place)])
+        return taken
 
     def _note_ends(self) -> None:
         """Notes the end of the text as the latest place of its suffixes; a match is read before this."""

@@ -66,8 +66,7 @@ class SuffixLookup:
         """Reads the request's new tokens. Those that come after the first call update the rates."""
         if self._read == 0:
             known = [*request.prompt_ids, *request.output_ids]
-            for token in known[-MOST_READ:]:
-                self._text.append(token)
+            self._text.extend(known[-MOST_READ:])
             if self._cursor is not None:
                 self._cursor.start(known)
             self._read = len(known)
@@ -96,7 +95,7 @@ class SuffixLookup:
         for match, rates in zip(self._matches(), self._rates, strict=False):
             if match is None:
                 continue
-            tokens = _continued(match, depth, loops=match.tokens is self._text.tokens)
+            tokens = self._continued(match, depth)
             by_class = rates.rates()
             reached = accumulate((by_class[_class_of(match.length + one)] for one in range(len(tokens))), mul)
             lengths = list(accumulate(reached, initial=1.0))
@@ -104,14 +103,11 @@ class SuffixLookup:
                 best = tokens, lengths
         return best
 
-
-def _continued(match: Match, depth: int, *, loops: bool) -> list[int]:
-    tokens = [int(token) for token in match.tokens[match.place : match.place + depth]]
-    if not loops:
+    def _continued(self, match: Match, depth: int) -> list[int]:
+        if match.tokens is self._text.tokens:
+            return self._text.continuation(match.place, depth)
+        tokens = [int(token) for token in match.tokens[match.place : match.place + depth]]
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-    while len(tokens) < depth:
-        tokens.append(tokens[len(tokens) - (len(match.tokens) - match.place)])
-    return tokens
 
 
 @cache

@@ -5,6 +5,7 @@ Without infer/cpu/ this file would call `targets.load`, refuse quantisation, and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,14 +29,19 @@ from toolkit.targets import load
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
-__all__ = ["COMPILE_OPTIONS", "QUANTIZATIONS", "Use", "install_native_ops", "load_target", "native_functions", "pack"]
+__all__ = ["QUANTIZATIONS", "Use", "compile_flags", "install_native_ops", "load_target", "native_functions", "pack"]
 
 logger = get_logger(__name__)
 
 Use = Literal["serving", "rollouts", "training"]
 
-# Options of torch.compile.
-COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"post_grad_custom_pre_pass": merge_equal_products}
+
+def compile_flags() -> dict[str, str | int | bool | Callable[..., Any]]:
+    """Options of torch.compile for eager rounds, whose number of threads changes (thread_limit.py)."""
+    # Unless there is a thread for each logical CPU, Inductor writes their number into its loops. Told that it changes,
+    # it runs short loops in parallel too, so it is told so only where it matters.
+    written = 1 < torch.get_num_threads() != os.cpu_count()
+    return {"post_grad_custom_pre_pass": merge_equal_products, "cpp.dynamic_threads": written}
 
 
 def install_native_ops(device: torch.device) -> None:
@@ -52,23 +58,30 @@ def load_target(
     revision: str | None = None,
     quantization: str | None = None,
     use: Use = "serving",
+    runs_on: str | torch.device | None = None,
 ) -> Target:
     """Load a target with `targets.load.load_target`, quantise it, and choose the fastest dtype for its use.
 
     quantization: "int8" or "int4" stores the linear layers in one byte or half a byte per weight (CPU). The quantised
-    model is the target.
+    model is the target. runs_on: the device that the target will be moved to, for which the dtype is chosen; None:
+    `device`.
 
-    dtype "auto" is bfloat16 if the config says so, else float32. On a CPU it also depends on `use`. "serving" has
-    matmuls of few rows and keeps the config's dtype. "training" has matmuls of many rows in torch, and uses float32 if
-    this CPU computes it faster. "rollouts" does the same if our bfloat16 kernels are not available. With these kernels,
-    which a packed target uses, it keeps the config's dtype.
+    dtype "auto" is bfloat16 if the config says so, on a GPU also if it says float16, else float32. On a CPU it also
+    depends on `use`. "serving" has matmuls of few rows and keeps the config's dtype. "training" has matmuls of many
+    rows in torch, and uses float32 if this CPU computes it faster. "rollouts" does the same if our bfloat16 kernels are
+    not available. With these kernels, which a packed target uses, it keeps the config's dtype.
 
     Raises TargetError.
     """
     if use not in get_args(Use):
         raise TargetError(f"`use` is {use!r}; one of {', '.join(get_args(Use))} is needed")
-    on_cpu = torch.device(device).type == "cpu"
-    auto = partial(_auto_dtype, use=use if on_cpu else "serving", quantization=quantization)
+    kind = torch.device(device if runs_on is None else runs_on).type
+    if dtype == "float16" and kind == "cpu":
+        raise TargetError(
+            "dtype is float16 and the device is cpu, where float16 is slow; give float32, which holds every float16 "
+            "number, bfloat16, or a GPU"
+        )
+    auto = partial(_auto_dtype, kind, use, quantization)
     target = load.load_target(name, dtype=dtype, device=device, revision=revision, auto_dtype=auto)
     if quantization is None:
         return target
@@ -76,11 +89,12 @@ def load_target(
     return replace(target, quantization=quantization)
 
 
-def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) -> torch.dtype:
+def _auto_dtype(device_type: str, use: Use, quantization: str | None, config: PretrainedConfig) -> torch.dtype:
     if quantization == "int4":  # its float32 kernels are slow
         return torch.bfloat16
-    if load.stated_dtype(config) == torch.float32:
-        return torch.float32
+    stated = load.stated_dtype(config, device_type)
+    if stated == torch.float32 or device_type != "cpu":
+        return stated
     if use == "serving" or quantization is not None or (use == "rollouts" and blocked_product.available()):
         return torch.bfloat16
     return fastest_cpu_dtype()

@@ -22,9 +22,11 @@ from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySe
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.choose_drafter import Draft, Lookup, choose_drafter, with_choices
+from toolkit.infer.drafters.block_drafter import default_shape
+from toolkit.infer.drafters.choose_drafter import Draft, Lookup, cached_token_bytes, choose_drafter, with_choices
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.engine.cpu_door import COMPILE_OPTIONS, install_native_ops
+from toolkit.infer.engine.cpu_door import compile_flags, install_native_ops
+from toolkit.infer.engine.first_launches import FirstLaunches
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
 from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
@@ -36,17 +38,14 @@ from toolkit.infer.kernels.dispatch import use_device
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.grammar import Grammars
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
+from toolkit.infer.request.request import Request, checked_prompt, one_for_each
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import NodeLogprobs
 from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
-
-__all__ = ["Engine", "PromptTooLongError"]
-
-DEFAULT_SHAPE = DraftShape.chain(4)
 
 
 class Engine:
@@ -55,7 +54,7 @@ class Engine:
     draft: a head, n-gram lookup, or None for plain decoding.
     shape: the draft shape; a chain of 4 by default.
     max_running_requests: the largest batch; further requests wait.
-    context_length: limit of prompt plus answer in tokens. The default and the maximum are the target's context.
+    context_length: limit of prompt plus answer in tokens, at most the target's context; None: as much of it as fits.
     verify: how drafts are accepted at a temperature above 0: "target", or for chains of a head "rejection" or "block"
         (see verifiers.py). All preserve the target's distribution. With "target" a seed gives the tokens of plain
         decoding (in bfloat16 up to near-ties); with the others they also depend on the drafts. "auto" is "block" for
@@ -64,6 +63,7 @@ class Engine:
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
     lookup: draft by lookup too where a text repeats itself (composed_drafter.py). None: by the head alone.
     memory: size of the KV cache.
+    deterministic: as the option of EngineConfig; changes the target's modules in place (batch_invariant.py).
     torch_compile: compile target and head (CPU).
     graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
     forced: accept drafts by chance, not by the target's choices, so answers mean nothing (benchmarks of hardware).
@@ -83,26 +83,25 @@ class Engine:
         adaptive: bool = False,
         lookup: Lookup | None = None,
         memory: MemorySettings = DEFAULT_MEMORY,
+        deterministic: bool = False,
         torch_compile: bool = False,
         graphs: GraphSettings | None = None,
         forced: ForcedAcceptance | None = None,
     ) -> None:
         if shape is not None and draft is None:
-            raise EngineError(
-                f"`shape` is {shape.as_text()}, but nothing is drafted; give `draft`, or leave `shape` out"
-            )
+            raise EngineError(f"`shape` is {shape.as_text()}, but nothing is drafted; give `draft`, or leave it out")
         self.target = target
         use_device(target.device)
         install_native_ops(target.device)
         with torch.inference_mode():
-            self._forward = TargetForward(target)
-            self.context_length = min(context_length or self._forward.max_context, self._forward.max_context)
-            shapes = self._forward.state_shapes
-            held = max_running_requests * sum(one.bytes for one in shapes)
-            pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length, held)
-            self._cache = KVCache(self._forward.kv_shape, pool)
+            self._forward = TargetForward(target, deterministic=deterministic)
+            sizes, shapes = (self._forward.kv_shape, max_running_requests), self._forward.state_shapes
+            beside = sum(one.bytes for one in shapes), cached_token_bytes(draft)
+            self.context_length = memory.context(*sizes, context_length, self._forward.max_context, *beside)
+            pool = memory.pool(*sizes, self.context_length, *beside)
+            self._cache = KVCache(self._forward.kv_shape, pool, in_order=deterministic)
             self._states = LinearStates.of_pool(shapes, pool, target.device)
-            self.shape = None if draft is None else shape or DEFAULT_SHAPE
+            self.shape = None if draft is None else shape or default_shape(draft)
             check_chains(self._states, self.shape, recorded=graphs is not None)
             has_head = isinstance(draft, DraftCheckpoint)
             self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=graphs is not None)
@@ -111,26 +110,25 @@ class Engine:
             state = RoundState(max_running_requests, pool, target.device)
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
             if torch_compile:
-                compiled = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests, COMPILE_OPTIONS)
+                compiled = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests, compile_flags())
                 self._around_step = compiled.running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if self.shape is not None:
-            self.drafter = with_choices(self.drafter, self.shape, lookup, adaptive=adaptive)
-        sizes = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
-        self._memory = KVMemory(pool, *sizes, reuse=memory.prefix_cache, states=self._states)
+            self.drafter = with_choices(self.drafter, self.shape, lookup, target.device, adaptive=adaptive)
+        limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
+        self._memory = KVMemory(pool, *limits, reuse=memory.prefix_cache, states=self._states)
         padding: Padding = "none" if self._states is not None else "little" if target.device.type == "cpu" else "any"
         self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler, self._states)
         context = RoundContext(self._forward, self._cache, self._states, head, self.context_length, forced)
         self._rounds = EagerRounds(context, state, self.verifier)
         parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
-        recorded = None if graphs is None else GraphRounds(graphs, *parts)
-        self._launches = Launches(recorded, self.scheduler)
+        self._launches = Launches(None if graphs is None else GraphRounds(graphs, *parts), self.scheduler)
+        self.first_launches = FirstLaunches(context, state, self.scheduler.chunk)
         self._detokenizer = Detokenizer(target.tokenizer)
+        self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_ids)
         self._arrivals = itertools.count()
-        self._limited = thread_limit(target.device)
-
-    # -- public methods ------------------------------------------------------------------------------------------------
+        self._limited = thread_limit(target.device, changing=not self._forward.fixes_threads)
 
     def add_request(
         self,
@@ -139,11 +137,14 @@ class Engine:
         *,
         speculative: bool = True,
         shape: DraftShape | None = None,
+        verify: str | None = None,
+        priority: int = 0,
     ) -> Request:
-        """Queue a prompt. `shape`: the draft shape of this request, at most the engine's; None: the engine's.
+        """Queue a prompt. Its own draft shape is at most the engine's, its `verify` one of `Verifier.of_request`; None:
+        the engine's. A request of a lower priority number is read earlier, and loses its pages later.
 
-        Raises PromptTooLongError, DraftShapeError, EngineError for an empty prompt or an id outside the vocabulary,
-        SamplingError for a stop id or a biased id outside the vocabulary.
+        Raises PromptTooLongError, DraftShapeError, VerifyError, EngineError for an empty prompt or an id outside the
+        vocabulary, SamplingError for a stop id or a biased id outside the vocabulary or an unsupported grammar.
         """
         prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.context_length)
         if shape is not None:
@@ -155,12 +156,15 @@ class Engine:
             states_seed=params.seed is not None,
             speculative=speculative and self.shape is not None,
             shape=shape,
-            arrival=next(self._arrivals),
+            verify=self.verifier.of_request(verify),
+            priority=priority,
+            grammar=self.grammars.start(params),
+            arrival=next(self._arrivals),  # after all that may refuse the request: ranks count alike
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
             token_limit=min(params.max_tokens, self.context_length - len(prompt)),
             text=self._detokenizer.stream(params.stop, unsearched=params.min_tokens) if params.stop else None,
         )
-        self.scheduler.waiting.append(request)
+        self.scheduler.enqueue(request)
         return request
 
     @torch.inference_mode()
@@ -200,6 +204,7 @@ class Engine:
         self.drafter.set_shape(shape)
         # The unread features of the old shape may need more slots than the new shape does.
         self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
+        self._launches.shape_changed()
 
     def close(self) -> None:
         """Remove the engine's hooks from the target. Do not step the engine afterwards."""
@@ -228,8 +233,7 @@ class Engine:
     ) -> list[Request]:
         """Run all prompts to completion. Returns the requests in the order of the prompts.
 
-        params, shape: one for all prompts, or one for each.
-        Raises the errors of add_request before the first step.
+        params, shape: one for all prompts, or one for each. Raises the errors of add_request before the first step.
         """
         settings = one_for_each(params, SamplingParams, len(prompts), "sampling settings")
         shapes = one_for_each(shape, DraftShape | None, len(prompts), "draft shapes")
@@ -247,8 +251,6 @@ class Engine:
             for request in requests:
                 self.abort(request)
         return requests
-
-    # -- parts of a step -----------------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Request]:
         """Allocate pages for every row, prefill the prompts that are due, and sample their first tokens."""
@@ -277,8 +279,6 @@ class Engine:
         if self._launches.may_take_rows():
             self._change_rows(lambda: self.scheduler.retire(self._keep))
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
     def _round(self) -> list[Request]:
         """Propose, verify and commit, or launch the round as a graph (with overlap it lands in the next step)."""
         if self._launches.launch():
@@ -289,8 +289,7 @@ class Engine:
 
     def _land(self) -> list[Request]:
         """Commit the result of the round in flight, if there is one."""
-        landed = self._launches.land()
-        if landed is None:
+        if (landed := self._launches.land()) is None:
             return []
         result, began = landed  # a graph has no time per part: the whole round counts as verification
         return self._commit(result, None, began, began)

@@ -4,23 +4,31 @@
           ^                                               |
           +----- updates (tokens, end, failure) ----------+
 
-Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later requests still
-run. If the engine cannot drop its requests either, the thread stops and all requests fail.
+Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later ones still run.
+If the engine cannot drop its requests either, the thread stops and all requests fail.
+
+A request can be cut: at its deadline, or when the server ends. The asyncio side then ends it at once, even if the
+engine hangs in a step, with the tokens that it has so far.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
+import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+import time
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import Cause, RequestCutError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request, TokenLogprob
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.update import Update
 from toolkit.log import get_logger
+from toolkit.threads import end_openmp_workers
 
 logger = get_logger(__name__)
 
@@ -29,39 +37,20 @@ class EngineFailure(RuntimeError):
     """The engine raised an error during a request, or has stopped."""
 
 
-@dataclass(frozen=True)
-class Update:
-    """Tokens of one request since the last update; `finish_reason` is set on the last update.
-
-    stop_reason: the stop id or stop string that ended the request. logprobs: one per token if the request asked.
-    """
-
-    token_ids: tuple[int, ...]
-    from_draft: tuple[bool, ...]
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-    @classmethod
-    def since(cls, request: Request, sent: int) -> Update:
-        """The tokens after the first `sent` tokens of the answer."""
-        return cls(
-            tuple(request.output_ids[sent:]),
-            tuple(request.token_from_draft[sent:]),
-            request.finish_reason,
-            request.stop_reason,
-            tuple(request.logprobs[sent:]),
-        )
+class GrammarFailure(EngineFailure):
+    """The grammar of a request needs more work than it may. Only this request ends by it."""
 
 
 class Ticket:
-    """The asyncio side of one submitted request. Iterate `updates()` to its end, or call `EngineThread.abort`."""
+    """The asyncio side of one submitted request. Iterate `updates()` to its end; `EngineThread.abort` gives it back.
 
-    def __init__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, speculative: bool, shape: DraftShape | None
-    ) -> None:
-        self.prompt_ids, self.params = list(prompt_ids), params
-        self.speculative, self.shape = speculative, shape
+    asked: further arguments of the engine's `add_request`. cut_by: why it was cut; None: it was not.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, asked: dict[str, Any]) -> None:
+        self.prompt_ids, self.params, self.asked = list(prompt_ids), params, asked
+        self.cut_by: Cause | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of its deadline
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._accepted: asyncio.Future[Request] = self._loop.create_future()
@@ -83,6 +72,11 @@ class Ticket:
             yield item
             if item.finish_reason is not None:
                 return
+
+    def _cut(self, cause: Cause) -> None:
+        self.cut_by = cause
+        _resolve(self._accepted, RequestCutError(cause))
+        self._updates.put_nowait(Update((), (), "abort"))
 
     def _call(self, function: Any, *args: Any) -> None:
         try:
@@ -108,9 +102,8 @@ def _resolve(future: asyncio.Future[Request], result: Request | Exception) -> No
     if future.done():
         return
     if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+        return future.set_exception(result)
+    future.set_result(result)
 
 
 class EngineThread:
@@ -122,6 +115,10 @@ class EngineThread:
         self._lock = threading.Lock()  # makes "check _closed, then put" atomic, so that no command is lost
         self._closed = False
         self._active: dict[int, Ticket] = {}  # id(request) -> ticket; used by the engine thread only
+        self._open: set[Ticket] = set()  # submitted and not given back; used by the event loop's thread only
+        self._reserved = 0  # places of requests that come; used by the event loop's thread only
+        self._call_began: float | None = None  # of the engine; written by the engine thread only
+        self.failed_steps = 0  # written by the engine thread only
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
 
     @property
@@ -131,44 +128,100 @@ class EngineThread:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests in the engine, running or waiting."""
+        """Requests in the engine, running or waiting."""
         return len(self._active)
 
+    @property
+    def open(self) -> int:
+        """Requests that were submitted and not given back yet, and places reserved."""
+        return len(self._open) + self._reserved
+
+    @contextlib.contextmanager
+    def reserving(self, n: int) -> Iterator[None]:
+        """Keep the places of n requests that will be put: they count as open."""
+        self._reserved += n
+        try:
+            yield
+        finally:
+            self._reserved -= n
+
+    @property
+    def call_seconds(self) -> float:
+        """Seconds since the engine was called (a step, a new request, an abort); 0 while it is not."""
+        began = self._call_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def where(self) -> str:
+        """The stack of the engine's thread: where it is now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "the thread has ended"
+
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; the caller must not compute after this."""
+        end_openmp_workers()
         self._thread.start()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """End the thread after its current step; active requests fail. Wait at most `timeout_s` seconds."""
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """End the thread after its current step; active requests fail. Returns whether it ended in `timeout_s`."""
         if self._thread.is_alive():
             self._commands.put(("close", None))
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     async def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        speculative: bool = True,
-        shape: DraftShape | None = None,
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, timeout_s: float | None = None, **asked: Any
     ) -> Ticket:
-        """Submit a request and wait until the engine accepts it.
-
-        Raises the errors of `add_request` (ValueError for a bad or too long prompt), EngineFailure if the engine has
-        stopped."""
-        ticket = Ticket(prompt_ids, params, speculative, shape)
-        self._put("submit", ticket)
-        try:
-            await ticket._accepted
-        except asyncio.CancelledError:
-            self.abort(ticket)
-            raise
+        """`put` a request and wait until it is `accepted`."""
+        ticket = self.put(prompt_ids, params, timeout_s=timeout_s, **asked)
+        await self.accepted([ticket])
         return ticket
 
+    def put(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, timeout_s: float | None = None, **asked: Any
+    ) -> Ticket:
+        """Submit a request. asked: further arguments of `add_request`.
+
+        timeout_s: the request is cut after so many seconds. Raises EngineFailure if the engine has stopped.
+        """
+        ticket = Ticket(prompt_ids, params, asked)
+        self._put("submit", ticket)
+        self._open.add(ticket)
+        if timeout_s is not None:
+            ticket._timer = ticket._loop.call_later(timeout_s, self.cut, ticket, "deadline")
+        return ticket
+
+    async def accepted(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until the engine has taken all requests, which were put together. On an error abort all of them.
+
+        Raises the errors of `add_request` (ValueError for a bad or too long prompt), EngineFailure, RequestCutError.
+        """
+        try:
+            answers = await asyncio.gather(*(ticket._accepted for ticket in tickets), return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        except BaseException:
+            for ticket in tickets:
+                self.abort(ticket)
+            raise
+
     def abort(self, ticket: Ticket) -> None:
-        """Abort the request if the engine still has it."""
+        """Give the request back; the engine ends it if it still has it."""
+        self._open.discard(ticket)
+        if ticket._timer is not None:
+            ticket._timer.cancel()
         if self.alive:
             self._commands.put(("abort", ticket))
+
+    def cut(self, ticket: Ticket, cause: Cause) -> None:
+        """End the request now: `updates()` ends with finish_reason "abort". `cut_by` then says why."""
+        self.abort(ticket)
+        ticket._cut(cause)
+
+    def cut_all(self, cause: Cause) -> None:
+        """Cut all open requests."""
+        for ticket in tuple(self._open):
+            self.cut(ticket, cause)
 
     def _put(self, command: str, ticket: Ticket) -> None:
         with self._lock:
@@ -194,19 +247,27 @@ class EngineThread:
             if command == "close":
                 return False
             assert ticket is not None
-            if command == "submit":
-                self._add(ticket)
-            elif ticket._request is not None and id(ticket.request) in self._active:
-                del self._active[id(ticket.request)]
-                self._engine.abort(ticket.request)
-                ticket._deliver(ticket.request)
+            with self._calling():
+                if command == "submit":
+                    self._add(ticket)
+                elif ticket._request is not None and id(ticket.request) in self._active:
+                    del self._active[id(ticket.request)]
+                    self._engine.abort(ticket.request)
+                    ticket._deliver(ticket.request)
         return True
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """For the watchdog: when the call of the engine began."""
+        self._call_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._call_began = None
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            request = self._engine.add_request(
-                ticket.prompt_ids, ticket.params, speculative=ticket.speculative, shape=ticket.shape
-            )
+            request = self._engine.add_request(ticket.prompt_ids, ticket.params, **ticket.asked)
         except ValueError as error:  # invalid input: a prompt that is too long, ids outside the vocabulary
             ticket._fail(error)
             return
@@ -219,16 +280,21 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            touched = self._engine.step()
+            with self._calling():
+                touched = self._engine.step()
         except Exception as error:  # process edge: report every error to the waiting clients
             logger.exception("the engine failed with %d requests in flight", len(self._active))
+            self.failed_steps += 1
             self._drop_all(error)
             return
         for request in touched:
             ticket = self._active.get(id(request))
             if ticket is None:
                 continue
-            ticket._deliver(request)
+            if request.finish_reason == "abort":  # by the engine itself, which does it for a grammar alone
+                ticket._fail(GrammarFailure(str(request.stop_reason)))
+            else:
+                ticket._deliver(request)
             if request.finish_reason is not None:
                 del self._active[id(request)]
         if self._active and not self._engine.has_work():

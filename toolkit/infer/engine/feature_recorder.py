@@ -46,8 +46,6 @@ class FeatureRecorder(WrappedDrafter):
     def __init__(self, inner: Drafter, target: Target, layer_ids: Sequence[int]) -> None:
         super().__init__(inner)
         self._layers, self._last = AuxCapture(target, tuple(layer_ids)), LastCapture(target)
-        # Remove the hooks from the model even if the engine is dropped without close().
-        self._unhook = weakref.finalize(self, _remove, self._layers, self._last)
         self._recorded: weakref.WeakKeyDictionary[Request, _Recorded] = weakref.WeakKeyDictionary()
 
     def take(self, request: Request) -> Tensor | None:
@@ -91,13 +89,9 @@ class FeatureRecorder(WrappedDrafter):
                 )  # a view would keep rejected nodes and other rows in memory
 
     def close(self) -> None:
-        self._unhook()
+        self._layers.remove()
+        self._last.remove()
         super().close()
-
-
-def _remove(*captures: AuxCapture | LastCapture) -> None:
-    for capture in captures:
-        capture.remove()
 
 
 def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder:
@@ -109,7 +103,7 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     if engine.has_graphs:
         raise EngineError(
             "features cannot be recorded while rounds run as CUDA graphs, because a replay does not call the module "
-            "hooks; open the engine without `cuda_graph_max_bs` (Engine: `graphs` None)"
+            "hooks; open the engine with `disable_cuda_graph` (Engine: `graphs` None)"
         )
     assert not engine.has_work(), "the engine has requests whose first states were not recorded"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)

@@ -18,6 +18,7 @@ from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target
@@ -101,7 +102,7 @@ class PromptReader:
         device = self._target.device
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
+        positions = upload(starts, device)[:, None] + torch.arange(tokens, device=device)
         metadata = prompt_metadata(self._cache, first_row, starts, tokens)
         # Padding may lie past the context. The clamp keeps learned position tables in range.
         states = None if self._states is None else self._states.prompt(first_row, starts)
@@ -125,12 +126,13 @@ class PromptReader:
         if not fresh:
             return []
         device = hidden.device
-        rows, ends = torch.tensor(fresh, device=device), torch.tensor([last[row] for row in fresh], device=device)
+        rows, ends = upload(fresh, device), upload([last[row] for row in fresh], device)
         requests = [group[row] for row in fresh]
-        positions = torch.tensor([[len(request.prompt_ids)] for request in requests], device=device)
-        roots = root_only(input_ids[rows, ends])
+        positions = upload([[len(request.prompt_ids)] for request in requests], device)
+        sampler = Sampler(requests, self._target.vocab_size, device)
+        roots = sampler.cut(root_only(input_ids[rows, ends]))
         logits = self._target.logits(hidden[rows, ends])[:, None]
-        first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
+        first = sampler(logits, positions, roots)
         result = read_result(follow(roots, first.tokens), first.extra)
         for request, tokens in zip(requests, result.path_tokens, strict=True):
             request.append_run(tokens, 0)

@@ -27,6 +27,7 @@ from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import Request, VerifyEvent
@@ -101,20 +102,14 @@ def choose_tokens(
 
 
 def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
-    """Move the KV entries of accepted nodes to the positions of plain decoding.
-
-    Node n of a row is at length + n. Node t of the accepted path belongs at length + t. Node 0 never moves.
-    """
-    at = torch.arange(1, followed.path.shape[1], device=rows.lengths.device)
-    path = torch.where(at <= followed.accepted[:, None], followed.path[:, 1:], at)
-    begin = rows.lengths[:, None]
-    destination, source = (cache.pool.places_in(rows.table, begin + one) for one in (at, path))
-    cache.move_entries(destination.flatten(), source.flatten())
+    """Move the KV entries of accepted nodes to the positions of plain decoding."""
+    ops, places = ops_for(rows.table.device.type), (rows.table, rows.page_size, rows.lengths)
+    ops.compact(cache.keys, cache.values, *places, followed.path, followed.accepted)
 
 
 def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
     """Advance lengths and roots of the rows by `committed` [B] tokens. Padding rows do not change."""
-    rows.roots.copy_(followed.tokens.gather(1, followed.accepted[:, None])[:, 0] * rows.real)
+    torch.mul(followed.tokens.gather(1, followed.accepted[:, None])[:, 0], rows.real, out=rows.roots)
     rows.lengths.add_(committed)
 
 
@@ -166,15 +161,18 @@ class EagerRounds:
 
         def propose(rows: RoundRows) -> DraftTree:
             nonlocal proposed
-            tree = drafter.propose(requests, rows)
+            tree = sampler.cut(drafter.propose(requests, rows))
             proposed = time.perf_counter()
             return tree
 
+        sampler = self._sampler_of(requests)
         rows, states = self.set_rows(requests)
         self._state.forget_rows(len(requests))
-        followed, choices = run_round(self._context, rows, propose, self._sampler_of(requests))
+        followed, choices = run_round(self._context, rows, propose, sampler)
         result = read_result(followed, choices.extra)
         drafter.observe(requests, result)
+        if self._context.states is not None:
+            self._context.states.observe([length for _, length, _, _ in states], result.accepted)
         self._state.known[: len(states)] = advanced(states, result.path_tokens, self._unread(len(states)))
         return EagerResult(result, choices.logprobs, proposed)
 

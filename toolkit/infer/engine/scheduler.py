@@ -7,8 +7,11 @@ an ended request. A prompt too long for one forward is prefilled in chunks. Unti
 
 from __future__ import annotations
 
+import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Literal
 
 from toolkit.infer.cache.cache_manager import KVMemory
@@ -17,6 +20,7 @@ from toolkit.infer.request.request import Request
 # Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
 LEAST_PADDING, MOST_PADDING = 32, 0.1
 Move = tuple[int, int]  # (destination row, source row)
+_order = attrgetter("order")
 Padding = Literal["any", "little", "none"]
 
 
@@ -29,7 +33,7 @@ class Scheduler:
 
     def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, padding: Padding = "any") -> None:
         self.max_running_requests, self.chunk, self.memory, self._padding = max_running_requests, chunk, memory, padding
-        self.waiting: deque[Request] = deque()  # by arrival
+        self.waiting: deque[Request] = deque()  # by priority, then by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
         self._refused: tuple[Request, int] | None = None  # the request without room, and memory.releases then
@@ -37,8 +41,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.reading)
 
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait at its place."""
+        insort(self.waiting, request, key=_order)
+
     def next_group(self, budget: int) -> list[Request]:
-        """Assign rows to the waiting requests to prefill together now, first come first served. Returns them.
+        """Assign rows to the waiting requests to prefill together now, in the order of the queue. Returns them.
 
         Together they have at most `budget` padded tokens. A single longer prompt becomes `reading` instead.
         With a long queue, prefill waits until an eighth of the rows is free, so that one forward reads many prompts.
@@ -84,6 +92,7 @@ class Scheduler:
             self._refused = (request, self.memory.releases)
             return False
         request.n_read, request.ready = known, False
+        request.admitted_at = time.perf_counter() if request.admitted_at is None else request.admitted_at
         request.cached_tokens = max(request.cached_tokens, min(known, len(request.prompt_ids)))
         return True
 
@@ -98,7 +107,7 @@ class Scheduler:
         """Return the requests of a failed prefill, which hold the last rows, to the queue."""
         while self.running and not self.running[-1].ready:
             self.memory.release(len(self.running) - 1)
-            self.waiting.appendleft(self.running.pop())
+            self.enqueue(self.running.pop())
 
     def drop_unstarted(self, request: Request) -> bool:
         """Remove a request that waits or is `reading`. Returns False if it is neither."""
@@ -123,7 +132,7 @@ class Scheduler:
         return moves
 
     def make_room(self) -> list[Move]:
-        """Allocate pages for the next step of every row. Preempt the youngest requests if pages run out.
+        """Allocate pages for the next step of every row. If pages run out, preempt the last requests of the order.
 
         Preempted requests return to the queue and recompute later. Returns the moves of rows, in order.
         """
@@ -149,18 +158,20 @@ class Scheduler:
         return self.memory.grow_all(most)
 
     def _preempt(self) -> list[Move]:
-        before = len(self.running)
-        if self.reading is not None:
-            victim, row, self.reading = self.reading, before, None
+        before, reading = len(self.running), self.reading
+        last = max(self.running, key=_order, default=None)
+        if reading is not None and (last is None or last.priority <= reading.priority):  # it has written nothing yet
+            victim, row, self.reading = reading, before, None
         else:
-            row = max(range(before), key=lambda number: self.running[number].arrival)
-            victim = self.running[row]
-            assert before > 1, "a single request does not fit into the cache"
+            assert last is not None and (before > 1 or reading is not None), "a request does not fit into the cache"
+            victim, row = last, self.running.index(last)
         victim.n_read, victim.ready = 0, False
         victim.preemptions += 1
         self.memory.release(row)
-        self.waiting.appendleft(victim)  # older than all waiting requests
-        return self._close(row) if row < before else []
+        self.enqueue(victim)
+        moves = self._close(row) if row < before else []
+        self._follow(before)
+        return moves
 
     def _close(self, row: int) -> list[Move]:
         """Move the last row into the free row."""
@@ -187,7 +198,7 @@ class Scheduler:
         settled = waiting if in_flight else held + waiting
         assert not any(request.finished for request in settled), "an ended request still holds a place"
         assert all(request.output_ids and request.ready for request in running), "a running request has no token"
-        assert [one.arrival for one in waiting] == sorted(one.arrival for one in waiting), "the queue is out of order"
+        assert waiting == sorted(waiting, key=_order), "the queue is out of order"
         for request in running:
             assert len(request.output_ids) == len(request.token_from_draft), "tokens and their origins differ in number"
             assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"

@@ -221,3 +221,6 @@ class UncachedMetadata:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
         return attend_causal(q, k, v, scaling=scoring.scaling)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """There is no cache."""

@@ -20,9 +20,19 @@ from toolkit.infer.cache.round_state import RoundState, RowState, advanced, row_
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward
-from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, RunRound, buckets_up_to
+from toolkit.infer.graphs.host_waits import host_wait
+from toolkit.infer.graphs.recordings import (
+    GraphSettings,
+    Kind,
+    Recorded,
+    Recordings,
+    RunRound,
+    StaticSampler,
+    buckets_up_to,
+)
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -64,12 +74,13 @@ class GraphRounds:
         self._recordings = Recordings(
             self.run_round, self.state, self._head, buckets, rows, self.settings.capture, self._compile()
         )
-        if self.settings.at_start:
-            self._record_all()
+        self.record_all()
 
     @torch.inference_mode()
-    def _record_all(self) -> None:
-        """Capture all rounds of the current draft shape."""
+    def record_all(self) -> None:
+        """Capture all rounds of the current draft shape, unless at their first use. No round may be in flight."""
+        if not self.settings.at_start:
+            return
         if self._never is None:
             shape = None if self._head is None else self._head.shape
             self._recordings.record_all(shape, drawn=not self.verifier.draws_drafts)
@@ -130,13 +141,22 @@ class GraphRounds:
     def _why_never(self, paged_width: int) -> str | None:
         if not isinstance(self.drafter, (NoDrafter, HeadDrafter)):
             return f"{type(self.drafter).__name__} chooses its drafts on the host"
-        if self.forward.waits_for_positions:
-            return "the target's rope is dynamic, so the host reads the positions"
+        if self._head is not None and self._head.ends_chains:
+            return "the host ends chains by the head's confidence"
         shapes = [one.shape for one in (self.cache, *(self._head.reader.caches if self._head is not None else ()))]
         widest = max(max(shape.head_dim, shape.value_dim or 0) for shape in shapes)
         if shapes[0].device.type == "cuda" and widest > paged_width:
             return f"heads are {widest} wide, and paged attention supports at most {paged_width}"
-        return None
+        found = self._host_wait()
+        return None if found is None else f"the host waits for the device in the target's forward ({found})"
+
+    @torch.inference_mode()
+    def _host_wait(self) -> str | None:
+        """Where the host waits in a plain round, tried on a padding row."""
+        self.state.set_rows([], 1)
+        self.state.set_tables(0, 1)
+        rows, sampler = self.state.rows(1), StaticSampler(self.state, 1, None)
+        return host_wait(lambda: self.run_round(rows, lambda rows: root_only(rows.roots), sampler))
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
         """The kind of graph for a round of these requests; None if it has to run eagerly."""
@@ -160,6 +180,8 @@ class GraphRounds:
         head = self._head
         if any(is_edited(one) or one.params.logprobs is not None for one in requests):
             return "a request has penalties, biases or min_tokens, or asks for log-probabilities"
+        if any(one.grammar is not None for one in requests):
+            return "a request has a grammar, which the host reads at every node"
         if head is None:
             return None
         if any(map(self.verifier.draws_for, requests)):

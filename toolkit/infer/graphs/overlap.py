@@ -13,15 +13,16 @@ The host waits for round n before it launches the next one if it needs the resul
     the rows change    a request ended, was aborted, or reaches its token limit in round n; a prompt or a further
                        chunk of one is due; the pages do not suffice for both rounds, so a request may be preempted
     the round changes  another draft shape was set
-    it runs eagerly    penalties, biases, min_tokens, log-probabilities, drafts drawn from the head's distribution,
-                       shapes of single requests, more rows than a graph has; the log states the reason
+    it runs eagerly    penalties, biases, min_tokens, log-probabilities, grammars, drafts drawn from the head's
+                       distribution, shapes of single requests, more rows than a graph has; the log states the reason
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from toolkit.infer.cache.cache_manager import ROOM, KVMemory
+from toolkit.infer.cache.cache_manager import KVMemory
+from toolkit.infer.cache.cache_size import ROOM
 from toolkit.infer.graphs.graph_rounds import GraphRounds, InFlight
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
@@ -54,6 +55,11 @@ class Launches:
     def in_flight(self) -> bool:
         """Whether a launched round has not landed yet."""
         return self._in_flight is not None
+
+    def shape_changed(self) -> None:
+        """Capture the rounds of a new draft shape now, so that no request waits for it. Not with a round in flight."""
+        if self.graphs is not None and not self.in_flight:
+            self.graphs.record_all()
 
     def launch(self) -> bool:
         """Launch a round of all rows, with none in flight. Returns False if it has to run eagerly."""

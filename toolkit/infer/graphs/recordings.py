@@ -1,14 +1,17 @@
 """Rounds captured as CUDA graphs, by kind. The host replays a graph with one call.
 
-All kinds are captured at the start, those of another draft shape at their first use. The largest bucket is captured
+All kinds are captured at the start, those of another draft shape when it is set (or, while a round is in flight, at
+their first use). The largest bucket is captured
 first, so that the smaller ones reuse its memory pool on a GPU. Lengths, tokens and sampling settings are in static
 buffers, which the host fills before a replay.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,7 +71,7 @@ class CudaCapture:
             raise EngineError(_told(error)) from error
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 run()
         except RuntimeError as error:  # a synchronisation, or too little memory left by the KV cache
             self._failed.append(graph)
@@ -78,12 +81,24 @@ class CudaCapture:
         return graph.replay
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Context manager: objects in cycles stay. What is freed inside a capture, such as another graph, would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _told(error: BaseException) -> str:
     # If ending the capture fails too, the original error is its __context__.
     why = error if error.__context__ is None else f"{error.__context__}; {error}"
     return (
-        f"a round could not be recorded as a CUDA graph ({why}); leave `cuda_graph_max_bs` out, or free memory "
-        "for it with a smaller `mem_fraction_static`"
+        f"a round could not be recorded as a CUDA graph ({why}); free memory for it with a smaller "
+        "`mem_fraction_static`, or set `disable_cuda_graph`"
     )
 
 
@@ -180,11 +195,17 @@ class Recordings:
         self._capture = self.capture or CudaCapture()
 
     def record_all(self, shape: DraftShape | None, *, drawn: bool) -> None:
-        """Capture every bucket of that draft shape, in every kind of sampling or (not drawn) greedy only."""
+        """Capture every bucket of that draft shape, in every kind of sampling or (not drawn) greedy only.
+
+        What is captured already stays.
+        """
         started, free = time.perf_counter(), self._free_bytes()
         distributions = list(SAMPLING_KINDS) if drawn else [None]
-        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
         self._hold(shape)
+        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
+        kinds = [one for one in kinds if one not in self._made and one not in self._failed]
+        if not kinds:
+            return
         failed: list[str] = []
         with Progress(len(kinds), "recording CUDA graphs", "graph") as bar:
             for kind in kinds:

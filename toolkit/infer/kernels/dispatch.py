@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels import paged_reference, reference, tree_reference
-from toolkit.infer.kernels.tree_reference import Followed, Ranked
+from toolkit.heads import layer_ops
+from toolkit.infer.kernels import paged_reference, reference, sampling_reference, tree_reference
+from toolkit.infer.kernels.paged_reference import Pages
+from toolkit.infer.kernels.tree_reference import Beams, Followed, Ranked
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -20,8 +22,9 @@ logger = get_logger(__name__)
 # q [B, Hq, N, D], k and v [B, Hkv, N, D], addresses of the first row's keys and values in a cache, elements from one
 # row to the next, scaling -> [B, N, Hq, D]. The op writes the new keys and values after the rows' earlier nodes.
 RowAttention = Callable[[Tensor, Tensor, Tensor, int, int, int, float], Tensor]
-# dtype, widths of keys and values, lengths [B], node_mask [B, N, M] -> the attention; None: unsupported arguments
-ChooseRowAttention = Callable[[torch.dtype, int, int, Tensor, Tensor], RowAttention | None]
+# dtype, widths of keys and values, lengths [B], node_mask [B, N, M], whether each node needs the bits of plain decoding
+# -> the attention; None: unsupported arguments
+ChooseRowAttention = Callable[[torch.dtype, int, int, Tensor, Tensor, bool], RowAttention | None]
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,23 @@ class Ops:
 
     argmax: Callable[[Tensor], Tensor]
     top_log_probs: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: Callable[[Pages, Tensor, Tensor, Tensor, int], None]
+    compact: Callable[..., None]
     attend_causal: Callable[..., Tensor]
     attend_tree: Callable[..., Tensor]
     follow_choices: Callable[..., Followed]
+    rms_norm: Callable[[Tensor, Tensor, float, float, bool], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated: Callable[[Tensor, Tensor], Tensor]
+    least_kept: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    uniform: Callable[[Tensor, Tensor], Tensor]
+    grow_beams: Callable[..., Beams]
     rank_candidates: Callable[..., Ranked]
     paged_width: int
     row_attention: ChooseRowAttention | None = None
 
 
+OLDEST = (8, 0)  # compute capability of the Triton kernels: their products are in bfloat16 or tf32
 _chosen: dict[str, Ops] = {}
 
 
@@ -59,6 +70,9 @@ def install(device_type: str, ops: Ops) -> None:
 
 
 def _choose(device_type: str) -> Ops:
+    if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST:
+        logger.info("ops on %s: plain torch, since compute capability is below %d.%d", device_type, *OLDEST)
+        return REFERENCE
     if device_type == "cuda" and torch.version.hip is None:
         try:
             chosen = triton_ops()
@@ -75,9 +89,16 @@ REFERENCE = Ops(
     argmax=reference.argmax,
     top_log_probs=reference.top_log_probs,
     write_kv=paged_reference.write_kv,
+    compact=paged_reference.compact,
     attend_causal=paged_reference.attend_causal,
     attend_tree=paged_reference.attend_tree,
     follow_choices=tree_reference.follow_choices,
+    rms_norm=reference.rms_norm,
+    rotate=layer_ops.rotate,
+    gated=layer_ops.gated,
+    least_kept=sampling_reference.least_kept,
+    uniform=sampling_reference.uniform,
+    grow_beams=tree_reference.grow_beams,
     rank_candidates=tree_reference.rank_candidates,
     paged_width=0,
 )
@@ -89,14 +110,23 @@ def triton_ops() -> Ops:
     def module(name: str) -> Any:
         return importlib.import_module(f"toolkit.infer.kernels.triton.{name}")
 
-    attention, top_tokens, trees = (module(name) for name in ("paged_attention", "top_tokens", "trees"))
+    attention, entries, sampling, small, top_tokens, trees = (
+        module(name) for name in ("paged_attention", "entries", "sampling", "layer_ops", "top_tokens", "trees")
+    )
     return Ops(
         argmax=top_tokens.argmax,
         top_log_probs=top_tokens.top_log_probs,
-        write_kv=attention.write_kv,
+        write_kv=entries.write_kv,
+        compact=entries.compact,
         attend_causal=attention.attend_causal,
         attend_tree=attention.attend_tree,
         follow_choices=trees.follow_choices,
+        rms_norm=small.rms_norm,
+        rotate=small.rotate,
+        gated=small.gated,
+        least_kept=sampling.least_kept,
+        uniform=sampling.uniform,
+        grow_beams=trees.grow_beams,
         rank_candidates=trees.rank_candidates,
         paged_width=attention.MAX_WIDTH,
     )

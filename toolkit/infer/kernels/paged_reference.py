@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the reference that the Triton kernels must match.
 
-Shapes: B rows, N queries per row, M uncommitted nodes per row, Hq query heads, Hkv key heads, D head dim of queries and
-keys, Dv of values, E entries of a cache, P pages of a table, W words of 64 bits.
+Shapes: B rows, N queries per row, M uncommitted nodes per row, A longest path, Hq query heads, Hkv key heads, D head
+dim of queries and keys, Dv of values, E entries of a cache, P pages of a table.
 
 Position p of a row is stored at entry table[row, p // page_size] * page_size + p % page_size. Entries after a row's
 written positions do not influence the result. The reference multiplies them by 0, so here they must be finite.
@@ -9,6 +9,7 @@ written positions do not influence the result. The reference multiplies them by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +17,6 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.reference import additive_mask, attend
-
-WORD = 64  # nodes per word of an ancestor mask
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,53 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a query sees all earlier keys, by their products alone."""
+        return self.window is None and self.softcap is None and self.sinks is None
 
-def write_kv(key_store: Tensor, value_store: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Write keys [B, N, Hkv, D] to key_store [E, Hkv, D] at entries places [B, N] int64; values [.., Dv] likewise.
+
+def places_in(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Return [B, N] int64: the cache entries of `positions` [B, N] of rows with page table [B, P]."""
+    return table.gather(1, positions // page_size) * page_size + positions % page_size
+
+
+def write_entries(store: Tensor, entries: Tensor, places: Tensor) -> None:
+    """Write entries [B, N, Hkv, D] to store [E, Hkv, D] at places [B, N] int64."""
+    store.index_copy_(0, places.flatten(), entries.reshape(-1, *store.shape[1:]))
+
+
+def write_kv(pages: Pages, keys: Tensor, values: Tensor, starts: Tensor, first: int) -> None:
+    """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] at positions starts[b] + first .. starts[b] + first + N - 1.
 
     If several are written to one entry (padding, on the page that is never read), any one of them remains.
     """
-    for store, entries in ((key_store, keys), (value_store, values)):
-        store.index_copy_(0, places.flatten(), entries.reshape(-1, *store.shape[1:]))
+    new = torch.arange(first, first + keys.shape[1], device=keys.device)
+    places = places_in(pages.table, starts[:, None] + new, pages.page_size)
+    write_entries(pages.keys, keys, places)
+    write_entries(pages.values, values, places)
+
+
+def compact(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    table: Tensor,
+    page_size: int,
+    lengths: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+) -> None:
+    """Move the entries of accepted nodes to the positions of plain decoding, in every layer.
+
+    keys, values: of every layer. Node n of a row is at position lengths[b] + n. Node path[b, t] of the accepted path
+    [B, A] belongs at lengths[b] + t, for t <= accepted[b]. A path ascends from node 0, which never moves.
+    """
+    at = torch.arange(1, path.shape[1], device=path.device)
+    moved = torch.where(at <= accepted[:, None], path[:, 1:], at)
+    begin = lengths[:, None]
+    destination, source = (places_in(table, begin + one, page_size).flatten() for one in (at, moved))
+    for store in (*keys, *values):
+        store.index_copy_(0, destination, store.index_select(0, source))
 
 
 def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
@@ -68,20 +106,20 @@ def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> 
 
 
 def attend_tree(
-    q: Tensor, pages: Pages, lengths: Tensor, bits: Tensor, nodes: int, depths: Tensor | None, scoring: Scoring
+    q: Tensor, pages: Pages, lengths: Tensor, mask: Tensor, depths: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """q [B, Hq, N, D] of the newest N of `nodes` nodes -> [B, N, Hq, Dv].
+    """q [B, Hq, N, D] of the newest N of M nodes -> [B, N, Hq, Dv].
 
     Row b has lengths[b] committed positions, to which all its nodes attend. The key of node m is stored after them, at
-    lengths[b] + m; a query attends to it if bit m of its bits [B, N, W] int64 is set. depths [B, nodes]: a node's
-    position is lengths[b] + its depth; needed if there is a window.
+    lengths[b] + m; query n attends to it if mask[b, n, m] of mask [B, N, M] bool. depths [B, M]: a node's position is
+    lengths[b] + its depth; needed if there is a window.
     """
+    nodes = mask.shape[2]
     at = torch.arange(pages.span, device=q.device)
     committed = at < lengths[:, None]
     behind = at - lengths[:, None]  # number of the node stored at each position
     node = behind.clamp(0, nodes - 1)
-    word = bits.gather(2, (node // WORD)[:, None].expand(-1, bits.shape[1], -1))
-    kin = ((word >> (node % WORD)[:, None]) & 1).bool() & ((behind >= 0) & (behind < nodes))[:, None]
+    kin = mask.gather(2, node[:, None].expand(-1, mask.shape[1], -1)) & ((behind >= 0) & (behind < nodes))[:, None]
     allowed = committed[:, None] | kin
     if scoring.window is not None:
         assert depths is not None, "a window needs the nodes' depths"
@@ -89,15 +127,6 @@ def attend_tree(
         own = lengths[:, None] + depths[:, nodes - q.shape[2] :]
         allowed = allowed & (own[:, :, None] - stands[:, None] < scoring.window)
     return _attend(q, pages, allowed, scoring)
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """Pack mask [B, N, M] bool into words [B, N, W] int64: bit m % 64 of word m // 64 is mask[.., m]."""
-    rows, queries, nodes = mask.shape
-    words = -(-nodes // WORD)
-    whole = torch.nn.functional.pad(mask, (0, words * WORD - nodes)).view(rows, queries, words, WORD)
-    # Bit 63 is the sign. All bits of a word differ, so the sum is their union and cannot overflow.
-    return (whole.long() << torch.arange(WORD, device=mask.device)).sum(dim=-1)
 
 
 def _attend(q: Tensor, pages: Pages, allowed: Tensor, scoring: Scoring) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention, argmax and top-k in plain torch: the reference that faster kernels must match.
+"""Attention, norms, argmax and top-k in plain torch: the reference that faster kernels must match.
 
 Shapes: B rows, N queries per row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys,
 Dv of values (equal to D except in DeepSeek's latent attention), V vocabulary.
@@ -30,6 +30,19 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     top, ids = logits.topk(k, dim=-1)
     scores = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
     return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf), ids
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounded: bool) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) of x [..., H] by weight [H] + offset, computed in fp32.
+
+    rounded: the normed numbers are rounded to x's dtype before they are multiplied by the weight, as in Llama; then
+    there is no offset.
+    """
+    numbers = x.float()
+    numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + eps)
+    if rounded:
+        return weight * numbers.to(x.dtype)
+    return (numbers * (offset + weight.float())).to(x.dtype)
 
 
 def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -1,18 +1,21 @@
 """Device operations on draft trees in plain torch: the reference that the Triton kernels must match.
 
-Shapes: B rows, N nodes per row (root included), A = the tree's depth + 1, C candidates per row in level order.
+Shapes: B rows, N nodes per row (root included), A = the tree's depth + 1, C candidates per row in level order, n
+beams of a level, M nodes that the head reads, D size of the draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.request.draft_tree import node_numbers, without_padding
+from toolkit.infer.request.upload import upload
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,82 @@ def _side_by_side(
     return Followed(torch.cat((numbers, path, choices.gather(1, path), ranks), dim=1))
 
 
+class Candidates(NamedTuple):
+    """Candidates of a draft tree in level order: tokens, parents (candidate numbers, -1 for the root) and scores
+    (cumulative log-probabilities, fp32), [B, C] each."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, count: int, device: torch.device) -> Candidates:
+        tokens, parents = (torch.empty(rows, count, dtype=torch.long, device=device) for _ in range(2))
+        return cls(tokens, parents, torch.empty(rows, count, dtype=torch.float32, device=device))
+
+
+class Beams(NamedTuple):
+    """The n nodes of a level whose children are drafted next.
+
+    tokens, parents [B, n]: the place of the node's parent in the level above. numbers [B, n]: candidate numbers (-1:
+    the root). scores [B, n] fp32. sees [B, n, M] bool: the nodes of the head that the node attends to, itself included.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    numbers: Tensor
+    scores: Tensor
+    sees: Tensor
+
+
+@cache  # never freed: recorded rounds read it
+def _no_beams(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.full((rows, 1), -1, device=device), torch.zeros(rows, 1, device=device)
+
+
+def root_beams(sees: Tensor) -> Beams:
+    """The roots as beams; sees [B, 1, M]."""
+    number, score = _no_beams(len(sees), sees.device)
+    return Beams(number, number, number, score, sees)
+
+
+def grow_beams(
+    beams: Beams,
+    log_probs: Tensor,
+    ids: Tensor,
+    to_target: Tensor,
+    found: Candidates,
+    first: int,
+    widths: Tensor | None,
+    node: int | None,
+) -> Beams:
+    """Write the k children of each beam to `found` as candidates first, first + 1, .. Return the k best of them as the
+    next beams, which the head will read as nodes node .. node + k - 1.
+
+    log_probs, ids [B, n, k]: of the children, descending; ids in the draft vocabulary. to_target [D]: its target ids.
+    widths [B]: the number of children that a row allows; further ones get the score -inf. None: all. node None: there
+    is no next level; the result is `beams`. The sort is stable: on a tie the lower candidate comes first.
+    """
+    rows, count, k = ids.shape
+    tokens, parents, scores = (one[:, first : first + count * k] for one in found)
+    each = scores.unflatten(1, (count, k))
+    torch.add(log_probs, beams.scores[:, :, None], out=each)
+    beyond = None if widths is None else torch.arange(k, device=ids.device) >= widths[:, None]
+    if beyond is not None:
+        each.masked_fill_(beyond[:, None], -torch.inf)
+    tokens.copy_(to_target[ids.flatten(1)])
+    parents.unflatten(1, (count, k)).copy_(beams.numbers[:, :, None])
+    if node is None:
+        return beams
+    best, chosen = (one[:, :k] for one in scores.sort(dim=1, descending=True, stable=True))
+    if beyond is not None:
+        best = best.masked_fill(beyond, -torch.inf)  # a row has no more beams than branches
+    above = chosen // k
+    sees = beams.sees.gather(1, above[:, :, None].expand(-1, -1, beams.sees.shape[2]))
+    sees.diagonal(node, 1, 2).fill_(True)
+    return Beams(tokens.gather(1, chosen), above, first + chosen, best, sees)
+
+
 class Ranked(NamedTuple):
     """Trees of the best candidates; fields as in `DraftTree`."""
 
@@ -126,7 +205,7 @@ def rank_candidates(
     uniform = min(nodes) == most
     if not uniform:
         rank = torch.arange(order.shape[1], device=tokens.device)
-        good = rank < torch.tensor(nodes, device=tokens.device)[:, None] - 1
+        good = rank < upload(nodes, tokens.device)[:, None] - 1
         good &= scores.gather(1, order) > -torch.inf
     kept, places = order.sort(dim=1)
     count = kept.shape[1]

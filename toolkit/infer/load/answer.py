@@ -8,14 +8,15 @@ string may be complete one token earlier here than in the engine. Later tokens c
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.detokenize import TextStream
-from toolkit.infer.request.request import TokenLogprob, VerifyEvent
+from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent
+from toolkit.infer.request.update import Update
 
 
 class Answer:
@@ -108,6 +109,36 @@ def usage(
             "accept_rate": [_number(rate) for rate in stats.accept_rate],
         }
     return result
+
+
+def acceptance_details(request: Request, n_tokens: int) -> dict[str, Any]:
+    """What drafting did for the first `n_tokens` tokens of one answer, and where its time went; also while it runs.
+
+    drafts: verify steps that offered drafted tokens; verify_steps: those of them that count (AcceptanceStats says
+    which, and what the other figures are). plain_steps: steps without drafts. histogram[i]: counted steps that accepted
+    i drafted tokens. seconds: queue, prefill (reading the prompt, and the first token) and decode follow each other;
+    draft, verify and commit are parts of decode, of the whole batch. A request that was preempted counts its second
+    wait and reading as decode.
+    """
+    events = events_of_answer(list(request.events), n_tokens)
+    stats = summarise(events)
+    now = time.perf_counter()
+    ended = now if request.finished_at is None else request.finished_at
+    first = ended if request.first_token_at is None else request.first_token_at
+    begun = first if request.admitted_at is None else request.admitted_at
+    seconds = {"queue": begun - request.submitted_at, "prefill": first - begun, "decode": ended - first}
+    parts = {part: sum(getattr(event, f"{part}_s") for event in events) for part in ("draft", "verify", "commit")}
+    return {
+        "accept_length": _number(stats.accept_length),
+        "accept_rate": [_number(rate) for rate in stats.accept_rate],
+        "histogram": list(stats.histogram),
+        "drafts": stats.verify_steps + stats.truncated_steps,
+        "verify_steps": stats.verify_steps,
+        "plain_steps": len(events) - stats.verify_steps - stats.truncated_steps,
+        "draft_tokens": stats.offered,
+        "accepted_tokens": stats.accepted,
+        "seconds": {name: round(value, 6) for name, value in (seconds | parts).items()},
+    }
 
 
 def _number(value: float) -> float | None:

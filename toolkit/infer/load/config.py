@@ -10,19 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from toolkit.infer.load.options import LEAST, RENAMED, option
+from toolkit.infer.load.combinations import check_deterministic, check_tensor_parallel
+from toolkit.infer.load.options import LEAST, RENAMED, ConfigError, choices_of, option, parse_shape
 
 if TYPE_CHECKING:  # the command line reads the options without torch
     from toolkit.infer.request.draft_tree import DraftShape
 
+MOST_RECORDED = 64  # default limit of `cuda_graph_max_bs`: the host is a small part of larger rounds
 NGRAM, NATIVE, NONE = "ngram", "native", "none"  # values of `draft` that are no head of their own
-
-
-class ConfigError(ValueError):
-    """Options of an engine that are unknown, out of range or incompatible with each other.
-
-    Messages name options as fields in backticks (`draft`); commands print them as flags (--draft).
-    """
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class EngineConfig:
     adaptive: bool | None = option(
         None,
         "in every step choose the shape, a smaller one or nothing, by measured costs and running acceptance (default: "
-        "yes, unless `shape` or `cuda_graph_max_bs` is given: then every step drafts the shape)",
+        "yes, unless `shape` is given or rounds run as CUDA graphs: then every step drafts the shape)",
     )
     lookup: bool | None = option(
         None,
@@ -79,17 +74,22 @@ class EngineConfig:
         "target). 0: none (default)",
         metavar="N",
     )
+    draft_confidence: float = option(
+        0.0, "a block head ends a chain at a chance below P; 0: never (default)", metavar="P"
+    )
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
         "how drafts are accepted at a temperature above 0; with each the answers follow the target's distribution. "
         "target: a seed gives the tokens that it gives without drafts (in bfloat16 up to near-ties). rejection and "
         "block: drafts are drawn from the head's distribution (chains only), and the tokens of a seed depend on the "
         "drafts. auto (the default): block, which keeps most drafts, for chains of a head and requests that state no "
-        "seed; target for the rest, and with `cuda_graph_max_bs`",
+        "seed; target for the rest, and where rounds run as CUDA graphs",
     )
     no_draft: bool = option(False, "decode plainly with the target that `draft` names")
-    dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "number format; float32 makes comparisons with plain decoding exact (default: auto, the target's)"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto",
+        "number format; float32 makes comparisons with plain decoding exact, float16 needs a GPU (default: auto, the "
+        "target's; a float16 checkpoint runs in bfloat16 on a GPU and in float32 on a CPU)",
     )
     quantization: Literal["auto", "none", "int8", "int4"] = option(
         "auto",
@@ -101,25 +101,32 @@ class EngineConfig:
         "one byte (int8) per weight in the draft head's linear layers (CPU): shorter draft steps, some other drafts, "
         "the same answers (default: auto, int8 beside a quantised target, and for bfloat16 heads on a CPU)",
     )
+    deterministic: bool = option(
+        False,
+        "give an answer and its log-probabilities the same bits, whatever batch, prefix cache, parts of the prompt and "
+        "drafts it is computed with. CPU; `verify` is target (default: off)",
+    )
     torch_compile: bool = option(
         False,
         "run target and head compiled by torch.compile. A CPU needs a C++ compiler, and every start compiles them "
-        "before the first answer. On a GPU the rounds of `cuda_graph_max_bs` are compiled before they are recorded",
+        "before the first answer. On a GPU rounds are compiled before they are recorded as CUDA graphs",
     )
     torch_compile_max_bs: int | None = option(
         None,
-        "with `torch_compile` on a GPU: compile rounds of up to N requests (default: 32, at most `cuda_graph_max_bs`)",
+        "with `torch_compile` on a GPU: compile rounds of up to N requests (default: 32, at most those recorded)",
         metavar="N",
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "run a round of up to N requests as one CUDA graph (GPU), all with one draft shape (default: no graphs)",
+        "run a round of up to N requests as one CUDA graph, all with one draft shape (default: on a GPU "
+        f"`max_running_requests`, at most {MOST_RECORDED})",
         metavar="N",
     )
+    disable_cuda_graph: bool = option(False, "run all rounds eagerly, on a GPU too (default: off)")
     disable_overlap_schedule: bool = option(
         False,
-        "with `cuda_graph_max_bs`: launch each round only when the results of the round before it have been read. Else "
-        "it is launched earlier, so that the GPU does not wait for the host (default: off)",
+        "with CUDA graphs: launch each round only when the results of the round before it have been read. Else it is "
+        "launched earlier, so that the GPU does not wait for the host (default: off)",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
     tensor_parallel_size: int = option(
@@ -130,7 +137,7 @@ class EngineConfig:
     )
     max_running_requests: int = option(16, "requests decoded at once; more wait (default: 16)", metavar="N")
     context_length: int | None = option(
-        None, "tokens of prompt and answer together (default and maximum: the target's context)", metavar="N"
+        None, "tokens of prompt and answer, at most the target's context (default: that, or what fits)", metavar="N"
     )
     max_total_tokens: int | None = option(
         None,
@@ -156,12 +163,31 @@ class EngineConfig:
     @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
-        given = [
-            name
-            for name in ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows")
-            if getattr(self, name)
-        ]
+        names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows", "draft_confidence")
+        given = [name for name in names if getattr(self, name)]
         return [*given, *(["draft_quantization"] if self.draft_quantization == "int8" else [])]
+
+    def why_eager(self, device_type: str) -> str | None:
+        """Why no round runs as a CUDA graph with these options; None: rounds do, if the models allow it."""
+        if device_type != "cuda":
+            return f"the device is {device_type}"
+        if self.disable_cuda_graph:
+            return "`disable_cuda_graph` is set"
+        if self.cuda_graph_max_bs is not None:
+            return None  # `check` refuses what follows
+        if self.adaptive:
+            return "`adaptive` is set, and a graph has one draft shape"
+        if self.draft_confidence:
+            return "`draft_confidence` is set, and the host ends the chains"
+        if self.lookup or self.lookup_corpus is not None:
+            return "`lookup` is set, and it drafts on the host"
+        return "`tensor_parallel_size` is above 1" if self.tensor_parallel_size > 1 else None
+
+    @property
+    def recorded_rows(self) -> int:
+        """The largest batch whose rounds run as CUDA graphs, unless there is a reason against it (`why_eager`)."""
+        most = self.cuda_graph_max_bs
+        return min(self.max_running_requests, MOST_RECORDED) if most is None else most
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""
@@ -182,10 +208,11 @@ class EngineConfig:
         """
         self.check_values()
         self._check_drafting()
-        self._check_verifier()
+        self._check_verifier(device_type)
         self._check_compilation(device_type)
         self._check_graphs(device_type)
-        self._check_tensor_parallel()
+        check_tensor_parallel(vars(self))
+        check_deterministic(vars(self), device_type)
         self._check_draft_quantization(device_type)
 
     def check_values(self) -> None:
@@ -224,18 +251,17 @@ class EngineConfig:
                 f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
             )
 
-    def _check_verifier(self) -> None:
+    def _check_verifier(self, device_type: str) -> None:
         from toolkit.infer.verify.verifiers import choose_verifier
 
-        head, recorded = self.drafts and str(self.draft) != NGRAM, self.cuda_graph_max_bs is not None
+        head, recorded = self.drafts and str(self.draft) != NGRAM, self.why_eager(device_type) is None
         choose_verifier(self.verify, self.draft_shape(), head=head, recorded=recorded)
 
     def _check_draft_quantization(self, device_type: str) -> None:
-        if self.draft_quantization != "int8":
-            return
-        if str(self.draft) == NGRAM:
+        asked = self.draft_quantization == "int8"
+        if asked and str(self.draft) == NGRAM:
             raise ConfigError("`draft_quantization` is int8, but there is no draft head; give `draft`, or leave it out")
-        if device_type != "cpu":
+        if asked and device_type != "cpu":
             raise ConfigError(
                 f"`draft_quantization` is int8 and the device is {device_type}; int8 heads need a CPU: leave it out, "
                 "or set `device` to cpu"
@@ -252,68 +278,39 @@ class EngineConfig:
                 f"`torch_compile_max_bs` is {rows} and the device is cpu; there the compiled layers run any number of "
                 "requests: leave the bound out"
             )
-        graph_rows = self.cuda_graph_max_bs
-        if rows is not None and graph_rows is not None and rows > graph_rows:
+        if rows is not None and rows > self.recorded_rows:
             raise ConfigError(
-                f"`torch_compile_max_bs` is {rows} and `cuda_graph_max_bs` is {graph_rows}; only recorded rounds are "
-                f"compiled: lower the first to {graph_rows}, or raise the second"
+                f"`torch_compile_max_bs` is {rows} and rounds of at most {self.recorded_rows} requests run as CUDA "
+                f"graphs; only these are compiled: lower it to {self.recorded_rows}, or raise `cuda_graph_max_bs`"
             )
-        if self.torch_compile and device_type != "cpu" and graph_rows is None:
+        if self.torch_compile and device_type != "cpu" and (eager := self.why_eager(device_type)) is not None:
             raise ConfigError(
-                f"`torch_compile` is set and the device is {device_type}; only recorded rounds are compiled there: set "
-                "`cuda_graph_max_bs`, leave `torch_compile` out, or set `device` to cpu"
+                f"`torch_compile` is set, but on a GPU only CUDA graphs are compiled, and {eager}: leave one out"
             )
 
     def _check_graphs(self, device_type: str) -> None:
+        if self.disable_overlap_schedule and (eager := self.why_eager(device_type)) is not None:
+            raise ConfigError(
+                f"`disable_overlap_schedule` is set, but only CUDA graphs overlap, and {eager}: leave it out"
+            )
         if self.cuda_graph_max_bs is None:
-            if self.disable_overlap_schedule:
-                raise ConfigError(
-                    "`disable_overlap_schedule` is set, but `cuda_graph_max_bs` is not; only CUDA graphs overlap: "
-                    "leave it out"
-                )
-        elif self.adaptive:
+            return
+        if self.disable_cuda_graph:
+            raise ConfigError("`disable_cuda_graph` and `cuda_graph_max_bs` are both set; leave one of them out")
+        if self.adaptive:
             raise ConfigError(
                 "`adaptive` and `cuda_graph_max_bs` are both set; a graph has one draft shape: leave one of them out"
             )
-        elif device_type != "cuda":
+        if self.draft_confidence:
+            raise ConfigError("`draft_confidence` and `cuda_graph_max_bs` are both set; leave one of them out")
+        if device_type != "cuda":
             raise ConfigError(
                 f"`cuda_graph_max_bs` is {self.cuda_graph_max_bs} and the device is {device_type}; graphs need a GPU: "
                 "leave it out, or set `device` to cuda"
             )
-
-    def _check_tensor_parallel(self) -> None:
-        size = self.tensor_parallel_size
-        for name, is_set, instead in (
-            ("quantization", self.quantization in ("int8", "int4"), "set it to none"),
-            ("draft_quantization", self.draft_quantization == "int8", "set it to none"),
-            ("dynamic_rows", self.dynamic_rows > 0, "set it to 0"),
-            ("torch_compile", self.torch_compile, "leave it out"),
-            ("cuda_graph_max_bs", self.cuda_graph_max_bs is not None, "leave it out"),
-        ):
-            if size > 1 and is_set:
-                raise ConfigError(
-                    f"`tensor_parallel_size` is {size} and `{name}` is {getattr(self, name)}; they cannot be combined: "
-                    f"for `{name}`, {instead}, or use one process"
-                )
 
 
 @cache
 def value_types() -> dict[str, Any]:
     """The type of each option's value, by name."""
     return typing.get_type_hints(EngineConfig)
-
-
-def choices_of(hint: Any) -> tuple[str, ...]:
-    """The values of a Literal; empty for another type."""
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-
-
-def parse_shape(text: str, where: str) -> DraftShape:
-    """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
-    from toolkit.infer.request.draft_tree import DraftShape
-    from toolkit.infer.request.errors import DraftShapeError
-
-    try:
-        return DraftShape.parse(text)
-    except DraftShapeError as error:
-        raise ConfigError(f"{where}: {error}") from error

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import LoadedEngine, build_engine, load_engine
@@ -31,6 +30,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
+from toolkit.infer.request.update import Update
 
 Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
 
@@ -42,8 +42,8 @@ class Completion:
     prompt_ids: the ids of the prompt.
     text: without special tokens, truncated before the stop string; with a raw prompt, its continuation.
     token_ids: including the stop id that ended the answer.
-    finish_reason: "stop" or "length".
-    stop_reason: the stop id or stop string.
+    finish_reason: "stop" or "length"; "abort" where a grammar exceeded its limits of work.
+    stop_reason: the stop id or stop string; with "abort" what happened.
     logprobs: one per token; None if not requested.
     from_draft: per token, whether it was an accepted draft.
     events: the verify steps.
@@ -99,10 +99,10 @@ class LLM:
         if isinstance(options.get("shape"), DraftShape):
             options["shape"] = options["shape"].as_text()
         self.config = (config or EngineConfig()).with_options(**options)
+        self._closed = False
         self._take(load_engine(self.config))
         self.tokenizer = self.target.tokenizer
         self._detokenizer = Detokenizer(self.tokenizer)
-        self._closed = False
 
     def generate(
         self,
@@ -157,8 +157,9 @@ class LLM:
 
         A head of the same configuration and token map is copied into the current one. Any other draft replaces it: the
         target stays loaded, the KV cache is made anew, and graphs are captured and the head is compiled again.
-        Changes nothing if the draft does not fit. Raises the errors of LLM, WeightsError as `update_weights`, and
-        EngineError while requests of `engine` run and with tensor parallelism.
+        Changes nothing if the draft does not fit, or if no engine can be built with it. Raises the errors of LLM,
+        WeightsError as `update_weights`, and EngineError while requests of `engine` run, with tensor parallelism, and
+        if the engine with the old draft cannot be built again either, after which this LLM is closed.
         """
         self._check_open()
         if isinstance(draft, Mapping):
@@ -195,20 +196,31 @@ class LLM:
     def _take(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
         self.engine, self.target, self.shape = loaded.engine, loaded.target, loaded.shape
+        self._closed = False
 
     def _rebuild(self, config: EngineConfig, draft: Draft) -> None:
-        """Replace the engine by one of `config` that drafts with `draft`; go on with the old draft on errors."""
+        """Replace the engine by one of `config` that drafts with `draft`.
+
+        On errors go on with the old draft. If that fails too (or on Ctrl-C) this LLM is closed: raises EngineError.
+        """
         target, old = self.target, self._loaded.draft
         pack_draft(self._loaded, draft, config)
-        self.engine.close()
+        self.close()
         del self.engine, self._loaded  # their cache must be free before the size of the next one is chosen
         _free_memory()
         try:
             self._take(build_engine(config, target, draft))
-        except Exception as error:  # memory may be short, or a kernel not compile: an LLM has an engine in any case
+        except Exception as error:  # memory may be short, or a kernel not compile
             traceback.clear_frames(error.__traceback__)  # they hold what was built of the next engine
             _free_memory()
-            self._take(build_engine(self.config, target, old))
+            try:
+                self._take(build_engine(self.config, target, old))
+            except Exception as again:
+                traceback.clear_frames(again.__traceback__)
+                raise EngineError(
+                    f"the draft was not replaced ({error}), and the engine with the old one could not be built again "
+                    f"({again}): this LLM is closed; free memory, or lower `max_total_tokens`, and make another one"
+                ) from error
             raise
 
     def _completion(self, request: Request, raw: bool) -> Completion:

@@ -11,9 +11,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_d
 from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import TargetError, UnknownFamilyError
+from toolkit.infer.drafters.block_drafter import block_size, default_shape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.engine.engine import DEFAULT_SHAPE
 from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.load.search_file import Found
 from toolkit.infer.request.draft_tree import DraftShape
@@ -118,7 +118,7 @@ def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
 
 
 def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: int) -> DraftShape:
-    """The shape that this head was measured best with, else a chain of 4, or of 3 for a native MTP module.
+    """The shape that this head was measured best with, else a chain of 3 for a native MTP module, or `default_shape`.
 
     search: what search.json found, if it holds here; batch: the largest batch of the engine.
 
@@ -129,10 +129,10 @@ def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: in
         return DraftShape.chain(3)  # SGLang's default for MTP modules
     measured: Any = draft.meta.get("measured") if isinstance(draft, DraftCheckpoint) else None
     if not isinstance(draft, DraftCheckpoint) or not isinstance(measured, dict):
-        return DEFAULT_SHAPE
+        return default_shape(draft)
     name = "adaptive_shape" if adaptive and "adaptive_shape" in measured else "best_shape"
     text = measured.get(name)
-    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: {name}")
+    return default_shape(draft) if text is None else parse_shape(str(text), f"{draft.path}/measured.json: {name}")
 
 
 def depth_warning(draft: Draft, shape: DraftShape) -> str | None:
@@ -170,10 +170,17 @@ def check_takes_token_map(draft: Draft, path: str | Path) -> None:
     )
 
 
-def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None, dynamic_rows: int = 0) -> Draft:
+def fit_draft(
+    draft: Draft,
+    target: Target,
+    token_map: str | Path | None = None,
+    dynamic_rows: int = 0,
+    confidence: float = 0.0,
+) -> Draft:
     """Move `draft` to the target's device and dtype. With a `token_map` file, draft only its ids.
 
-    dynamic_rows: the most ids outside of the map that may be drafted too (`drafters/dynamic_rows.py`).
+    dynamic_rows: the most ids outside of the map that may be drafted too (`drafters/dynamic_rows.py`). confidence: see
+    `DraftCheckpoint`.
 
     The file is a list of ids (freq_N.pt, the format of SGLang's --speculative-token-map; FR-Spec, arXiv 2502.14856).
     Missing ids of special tokens and ends of turns are added: FR-Spec's published maps lack them, and a head that
@@ -183,15 +190,24 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None,
     """
     if token_map is not None:
         check_takes_token_map(draft, token_map)
+    if not 0 <= confidence <= 1:
+        raise ConfigError(f"`draft_confidence` is {confidence}; a chance from 0 to 1 is needed")
+    if confidence and not block_size(draft):
+        raise ConfigError(f"`draft_confidence` is {confidence}, but only block heads have one; leave it out")
     if not isinstance(draft, DraftCheckpoint):
         if dynamic_rows:
             raise ConfigError(f"`dynamic_rows` is {dynamic_rows}, but n-gram lookup scores no tokens; leave it out")
         return draft
     check_draft_matches(draft, target)
     draft.head.cast(target.device, target.dtype)
-    draft = replace(draft, dynamic_rows=dynamic_rows)
-    if token_map is None:
-        return draft
+    _warn_of_broken(draft)
+    draft = replace(draft, dynamic_rows=dynamic_rows, least_confidence=confidence)
+    return draft if token_map is None else with_token_map(draft, target, token_map)
+
+
+def with_token_map(draft: DraftCheckpoint, target: Target, token_map: str | Path) -> DraftCheckpoint:
+    """`draft` with the ids of the file, and those of special tokens and ends of turns. Raises as `fit_draft`."""
+    check_takes_token_map(draft, token_map)
     given = load_freq_list(token_map, target.vocab_size)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
     missing = sorted(set(forced) - set(given.ids.tolist()))
@@ -200,3 +216,16 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None,
         given = TokenMap.from_ids(given.ids.tolist() + missing, target.vocab_size)
     logger.info("drafting with %d of the target's %d ids", given.size, target.vocab_size)
     return replace(draft, token_map=given)
+
+
+def _warn_of_broken(draft: DraftCheckpoint) -> None:
+    """Log the head's weights that are not finite. Its answers are right, so nothing else would tell."""
+    state = draft.head.state_dict()
+    bad = [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
+    if bad:
+        logger.warning(
+            "the head's %s%s hold values that are not finite: the answers are the target's, but drafting only costs "
+            "time; train or export the head again, or leave it out",
+            ", ".join(bad[:3]),
+            " and others" if len(bad) > 3 else "",
+        )

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.attention.linear_layers import linear_layers
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.drafters.searched_shape import SearchedShape
+from toolkit.infer.drafters.step_costs import ArmTime
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.load.combinations import check_deterministic
 from toolkit.infer.load.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
@@ -109,31 +113,38 @@ def build_engine(
     ranks: Ranks | None = None,
     forced: ForcedAcceptance | None = None,
     temperature: Temperature = 0.0,
+    *,
+    short_lived: bool = False,
 ) -> LoadedEngine:
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
     Without `shape` and `adaptive` it starts from what search.json found fastest, if that holds here. temperature: of
     most requests; from a search of another kind of requests adaptive drafting takes the times alone. forced: see
-    Engine; only in a single process. The options that choose and load the models are not read. Raises ConfigError for a
-    value out of range, and the errors of Engine.
+    Engine; only in a single process. short_lived: on a GPU record a round, or compile a kernel, at its first use and
+    not at the start. The options that choose and load the models are not read. Raises ConfigError for a value out of
+    range, and the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
-    graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
+    check_deterministic(vars(config), target.device.type)
+    graphs, memory, shape = graph_settings(config, target, draft), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     search, winners = None, dict[int, str]()
     if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
         asked = temperature(target) if callable(temperature) else temperature
         search = search_of(draft, config, target, asked)
-    if search is not None and adaptive and config.adaptive is None:
+    recorded = graphs is not None and config.cuda_graph_max_bs is None and search is not None and bool(search.best)
+    if search is not None and config.adaptive is None and (adaptive or recorded):
         winners = search.winners(config.max_running_requests)
         best = next(iter(winners.values())) if len(set(winners.values())) == 1 else None
         if best == ADAPTIVE:
-            winners = {}
+            winners, adaptive, graphs = {}, True, None
         elif best is not None and not (best == PLAIN and asked_for_lookup(config)):
             adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"
             logger.info("%s, the fastest at every batch size in %s; `adaptive` chooses in every step", what, SEARCH)
             draft, shape = (None, None) if best == PLAIN else (draft, DraftShape.parse(best))
+        elif recorded:
+            winners = {}  # graphs have one shape: the fastest of the largest batch
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive, search, config.max_running_requests)
     engine = (Engine if ranks is None else engine_of(ranks))(
@@ -142,24 +153,32 @@ def build_engine(
         shape,
         max_running_requests=config.max_running_requests,
         context_length=config.context_length,
-        verify=config.verify,
+        verify="target" if config.deterministic else config.verify,
         adaptive=adaptive,
         lookup=lookup_of(config, target, draft, adaptive=adaptive and graphs is None),
         memory=memory if ranks is None else ranks.memory(memory),
+        deterministic=config.deterministic,
         torch_compile=config.torch_compile and graphs is None,
-        graphs=graphs,
+        graphs=None if graphs is None else replace(graphs, at_start=not short_lived),
         forced=forced,
     )
     if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
-        known, asked_lookup = search.arm_times(shape), asked_for_lookup(config)
-        if winners:
-            assert ranks is None, "a search runs in one process, and holds for no other number of them"
-            engine.drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=asked_lookup))
-            logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(winners))
-        else:
-            engine.drafter.start_from(known)
-        logger.info("adaptive drafting starts from the times in %s", SEARCH)
+        assert ranks is None or not winners, "a search runs in one process, and holds for no other number of them"
+        _start_from_search(engine.drafter, search.arm_times(shape), winners, lookup=asked_for_lookup(config))
+    if target.device.type == "cuda" and not short_lived:
+        engine.first_launches.run(engine.drafter, engine.shape)
     return LoadedEngine(engine, target, draft, shape, adaptive, winners)
+
+
+def _start_from_search(
+    drafter: AdaptiveDrafter, known: Sequence[ArmTime], winners: Mapping[int, str], *, lookup: bool
+) -> None:
+    if winners:
+        drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=lookup))
+        logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(winners))
+    else:
+        drafter.start_from(known)
+    logger.info("adaptive drafting starts from the times in %s", SEARCH)
 
 
 def by_rows(winners: Mapping[int, str]) -> str:
@@ -192,7 +211,7 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:
-        draft = fit_draft(draft, target, config.token_map, config.dynamic_rows)
+        draft = fit_draft(draft, target, config.token_map, config.dynamic_rows, config.draft_confidence)
     if ranks is None:
         pack(target, draft, config.draft_quantization)
     else:
@@ -229,16 +248,32 @@ def memory_settings(config: EngineConfig) -> MemorySettings:
     )
 
 
-def graph_settings(config: EngineConfig) -> GraphSettings | None:
-    """The settings of CUDA graphs; None: run eagerly."""
-    if config.cuda_graph_max_bs is None:
+def graph_settings(config: EngineConfig, target: Target, draft: Draft | None) -> GraphSettings | None:
+    """The settings of CUDA graphs, which are the default on a GPU; None: all rounds run eagerly, and the log says why.
+
+    The one place that decides it. A round that a graph does not support runs eagerly beside graphs (GraphRounds).
+    """
+    eager = config.why_eager(target.device.type)
+    if eager is None and config.cuda_graph_max_bs is None:  # who asks for graphs gets an error from the engine
+        eager = _never_recorded(target, draft)
+    if eager is not None:
+        if target.device.type == "cuda":
+            logger.info("rounds run eagerly, not as CUDA graphs: %s", eager)
         return None
     compiled = None
     if config.torch_compile:
-        most = min(config.cuda_graph_max_bs, DEFAULT_ROWS)
+        most = min(config.recorded_rows, DEFAULT_ROWS)
         compiled = CompileSettings(most if config.torch_compile_max_bs is None else config.torch_compile_max_bs)
-    overlap = not config.disable_overlap_schedule
-    return GraphSettings(config.cuda_graph_max_bs, compiled=compiled, overlap=overlap)
+    return GraphSettings(config.recorded_rows, compiled=compiled, overlap=not config.disable_overlap_schedule)
+
+
+def _never_recorded(target: Target, draft: Draft | None) -> str | None:
+    """Why no graph can run rounds of these models, as far as it is known before the engine is built."""
+    if isinstance(draft, NgramLookup):
+        return "n-gram lookup drafts on the host"
+    if isinstance(draft, DraftCheckpoint) and draft.least_confidence:
+        return "`draft_confidence` is set, and the host ends the chains"
+    return "the target has linear-attention layers" if linear_layers(target.config) else None
 
 
 @contextlib.contextmanager

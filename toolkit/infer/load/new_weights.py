@@ -58,7 +58,7 @@ def open_draft(loaded: LoadedEngine, config: EngineConfig, name: str | Path) -> 
     draft = load_draft(name, loaded.target.name, loaded.target.revision)
     if config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
-    return fit_draft(draft, loaded.target, config.token_map, config.dynamic_rows)
+    return fit_draft(draft, loaded.target, config.token_map, config.dynamic_rows, config.draft_confidence)
 
 
 def is_same_head(old: Draft | None, new: Draft) -> bool:

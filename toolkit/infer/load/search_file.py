@@ -83,7 +83,10 @@ def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> 
         "device": torch.cuda.get_device_name(target.device) if on_gpu else cpu_info().get("model name"),
         "cpu_flags": cpu_flags(cpu_info()),
         "torch_threads": torch.get_num_threads(),
+        "deterministic": config.deterministic or None,  # earlier searches do not have it
         **{name: getattr(config, name) for name in OPTIONS},
+        **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
+        **({"disable_cuda_graph": config.disable_cuda_graph} if on_gpu else {}),
     }
 
 
@@ -155,16 +158,22 @@ def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterab
     """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from: the
     usual ones and `best`.
 
-    times: by batch size: {batch, plain_s, drafts: {"num_steps,top_k": seconds}, verifies: {"chain,nodes": seconds}} (or
-    "tree,nodes"). Shapes with parts that were not measured are left out.
+    times: by batch size: {batch, plain_s, drafts: {"num_steps,top_k": seconds}, verifies: {`verified`: seconds}}.
+    Shapes with parts that were not measured are left out.
     """
     shapes = dict.fromkeys([*smaller_shapes(most), *best])
     found: list[ArmTime] = []
     for one in times:
         found.append(ArmTime(one["batch"], None, 0.0, one["plain_s"]))
         for shape in shapes:
-            drafted = one["drafts"].get(f"{shape.num_steps},{shape.top_k}")
-            verified = one["verifies"].get(f"{'chain' if shape.is_chain else 'tree'},{shape.num_draft_tokens}")
-            if drafted is not None and verified is not None:
-                found.append(ArmTime(one["batch"], shape, drafted, verified))
+            draft_s = one["drafts"].get(f"{shape.num_steps},{shape.top_k}")
+            verify_s = one["verifies"].get(verified(shape))
+            if draft_s is not None and verify_s is not None:
+                found.append(ArmTime(one["batch"], shape, draft_s, verify_s))
     return found
+
+
+def verified(shape: DraftShape) -> str:
+    """Returns what the time of a shape's verification depends on: "chain,4", "tree,8", "tree,6 after one step"."""
+    kind = "chain" if shape.is_chain else "tree"
+    return f"{kind},{shape.num_draft_tokens}{' after one step' if shape.num_steps == 1 else ''}"

@@ -73,10 +73,16 @@ class DriversShape(AdaptiveShape):
         return arm
 
     def record(
-        self, requests: Sequence[Request], arm: Arm, ranks: Sequence[Sequence[int]], draft_s: float, verify_s: float
+        self,
+        requests: Sequence[Request],
+        arm: Arm,
+        ranks: Sequence[Sequence[int]],
+        draft_s: float,
+        verify_s: float,
+        timed: bool = True,
     ) -> None:
         if self._ranks.rank == 0:
-            super().record(requests, arm, ranks, draft_s, verify_s)
+            super().record(requests, arm, ranks, draft_s, verify_s, timed)
 
 
 class DriverEngine(RankEngine):
@@ -88,8 +94,9 @@ class DriverEngine(RankEngine):
 
     def add_request(self, *prompt: Any, **options: Any) -> Request:
         request = super().add_request(*prompt, **options)  # a refused request is not sent
-        params, speculative, shape = request.params, request.speculative, request.shape
-        self.driver.tell(Add(request.arrival, request.prompt_ids, params, speculative, shape, request.states_seed))
+        drafts = (request.speculative, request.shape, request.verify)
+        prompt = (request.arrival, request.prompt_ids, request.params)
+        self.driver.tell(Add(*prompt, *drafts, request.priority, request.states_seed))
         return request
 
     def abort(self, request: Request) -> None:
@@ -174,8 +181,10 @@ def run_worker(engine: Engine, next_message: Callable[[], WorkerMessage]) -> Non
     requests: dict[int, Request] = {}
     while not isinstance(message := next_message(), Stop):
         match message:
-            case Add(arrival, prompt_ids, params, speculative, shape, states_seed):
-                requests[arrival] = engine.add_request(prompt_ids, params, speculative=speculative, shape=shape)
+            case Add(arrival, prompt_ids, params, speculative, shape, verify, priority, states_seed):
+                requests[arrival] = engine.add_request(
+                    prompt_ids, params, speculative=speculative, shape=shape, verify=verify, priority=priority
+                )
                 requests[arrival].states_seed = states_seed
                 assert requests[arrival].arrival == arrival, "the ranks count requests differently"
             case Abort(arrival):

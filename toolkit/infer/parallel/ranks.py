@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
+from toolkit.infer.cache.cache_size import Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
@@ -114,12 +115,15 @@ class Ranks(ABC):
 
 @dataclass(frozen=True)
 class _EqualMemory(MemorySettings):
-    """The same number of pages on all ranks, so that admission and eviction are the same on all ranks."""
+    """The same context and number of pages on all ranks, so that admission and eviction are the same on all ranks."""
 
     least: Callable[[int], int] = int
 
-    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int, held: int) -> int:
-        return self.least(super()._pages(shape, max_running_requests, context_length, held))
+    def context(self, shape: KVShape, max_running_requests: int, asked: int | None, longest: int, *beside: int) -> int:
+        return self.least(super().context(shape, max_running_requests, asked, longest, *beside))
+
+    def _pages(self, shape: KVShape, needed: Need) -> int:
+        return self.least(super()._pages(shape, needed))
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ class Add:
     params: SamplingParams
     speculative: bool
     shape: DraftShape | None
+    verify: str | None
+    priority: int
     states_seed: bool  # the caller set a seed; `params` here always has one
 
 

@@ -117,7 +117,8 @@ def _own_part(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (torch.chunk(args[0], dist.get_world_size(), dim=-1)[dist.get_rank()], *args[1:])
 
 
-# By transformers' names; the names with _rep are from its first 5.x versions. None: replicated.
+# By transformers' names; the names with _rep are from its first 5.x versions. None: replicated. (5.17 divides tied
+# embeddings, to save memory.)
 STYLES: dict[str, Column | Row | None] = {
     "colwise": Column(),
     "rowwise": Row(),
@@ -127,6 +128,7 @@ STYLES: dict[str, Column | Row | None] = {
     "rowwise_rep": Row(split=True),
     "replicated_with_grad_allreduce": None,
     "replicated": None,
+    "embedding_rowwise": None,
 }
 INSTEAD = "serve it on one device, or export the head and serve it with SGLang or vLLM"
 PROBE_TOKENS = 8
@@ -144,7 +146,7 @@ def load_sharded_target(
     ranks.join()
 
     def load() -> tuple[Target, torch.Tensor]:
-        target = load_target(name, revision=revision, device="cpu", **options)
+        target = load_target(name, revision=revision, device="cpu", runs_on=device, **options)
         logits = _probe_logits(target)
         _shard_layers(target, ranks)
         # Device only: a dtype here would also cast the rotary frequencies. (The type stub of `to` lacks self.)
@@ -169,8 +171,9 @@ def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Col
     text: Any = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     unknown = sorted(f"{key}: {style}" for key, style in plan.items() if style not in STYLES)
-    if not plan or unknown:
-        why = f"its plan has unsupported styles ({', '.join(unknown)})" if plan else "transformers has no plan"
+    styles = {key: style for key, value in plan.items() if (style := STYLES.get(value)) is not None}
+    if not styles or unknown:
+        why = f"its plan has unsupported styles ({', '.join(unknown)})" if unknown else "transformers has no plan"
         raise ParallelError(f"{name} ({text.model_type}) cannot be divided among ranks: {why}; {INSTEAD}")
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -180,7 +183,7 @@ def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Col
             f"{name} has {heads} attention heads and {key_heads} key heads, which {size} ranks cannot divide evenly; "
             "choose a tensor parallel size that divides both"
         )
-    return {key: style for key, value in plan.items() if (style := STYLES[value]) is not None}
+    return styles
 
 
 def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> None:

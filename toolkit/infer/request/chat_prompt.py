@@ -28,23 +28,43 @@ def require_chat_template(tokenizer: Any) -> None:
         )
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the ids of {"role", "content"} messages and the generation prompt; the template adds the special tokens.
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """Return the text of {"role", "content"} messages and the generation prompt, special tokens included.
 
-    Raises ChatPromptError if the template rejects the messages, e.g. two user turns in a row.
+    tools: in the form of chat templates; only for a template that reads them. variables: further variables of the
+    template, or add_generation_prompt=False. Raises ChatPromptError if the template rejects the messages, e.g. two user
+    turns in a row.
     """
     require_chat_template(tokenizer)
+    settings = {"add_generation_prompt": True, **variables}
+    # A template would write a null as "None"; transformers leaves it out too, but 5.17 did not.
+    stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(stated, tools=tools, tokenize=False, **settings))
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # the template is a program
         raise ChatPromptError(f"the target's chat template refuses these messages: {error}") from error
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ids of the same. Raises ChatPromptError."""
+    return text_ids(tokenizer, chat_text(tokenizer, messages))
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that has its special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 ANY = object()  # every value is neutral: the field is only a label of the request
+MOST_QUOTED = 80
 ROLES = ("system", "developer", "user", "assistant")
 # Field -> its neutral values, which change nothing; null is neutral for every field.
-MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "name": (),
     "refusal": (),
     "audio": (),
@@ -65,7 +85,7 @@ class UnsupportedFieldError(ChatMessageError):
 
     def __init__(self, field: str, value: Any, neutral: tuple[Any, ...]) -> None:
         allowed = " or ".join(map(repr, neutral)) or "null"
-        super().__init__(f"'{field}' is not supported: got {value!r}, only {allowed} is accepted; leave it out")
+        super().__init__(f"'{field}' is not supported: got {short(value)}, only {allowed} is accepted; leave it out")
         self.field = field
 
 
@@ -89,20 +109,20 @@ def template_message(role: str, content: str) -> dict[str, str]:
 
 def read_message(message: Mapping[str, Any]) -> dict[str, str]:
     """Return the template message of a mapping with OpenAI's fields. Raises ChatMessageError that names the field."""
-    fields = without_neutral(message, MESSAGE_NEUTRAL)
+    fields = without_neutral(message, NEUTRAL)
     for name in ("role", "content"):
         if name not in fields:
             raise ChatMessageError(f"the field '{name}' is missing")
     unknown = next((name for name in fields if name not in ("role", "content")), None)
     if unknown is not None:
-        raise ChatMessageError(f"unknown field '{unknown}'")
+        raise ChatMessageError(f"unknown field {short(unknown)}")
     role, content = fields["role"], fields["content"]
     if role not in ROLES:
-        raise ChatMessageError(f"'role' is {role!r}; one of {', '.join(ROLES)} is needed")
+        raise ChatMessageError(f"'role' is {short(role)}; one of {', '.join(ROLES)} is needed")
     if isinstance(content, list):
         content = "".join(_part_text(part, f"content[{at}]") for at, part in enumerate(content))
     if not isinstance(content, str):
-        raise ChatMessageError(f"'content' is {content!r}; a text or a list of text parts is needed")
+        raise ChatMessageError(f"'content' is {short(content)}; a text or a list of text parts is needed")
     try:
         content.encode()
     except UnicodeEncodeError as error:
@@ -114,9 +134,17 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.keys() == {"type", "text"} and part["type"] == "text":
         if isinstance(part["text"], str):
             return part["text"]
-    raise ChatMessageError(f"'{where}' is {part!r}; {{'type': 'text', 'text': ...}} is needed")
+    raise ChatMessageError(f"'{where}' is {short(part)}; {{'type': 'text', 'text': ...}} is needed")
+
+
+def short(value: Any) -> str:
+    """Return a value as an error quotes it: at most MOST_QUOTED characters, since it may be a whole text."""
+    text = repr(value)
+    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """True if the values are equal and both or neither are bools: 0 is not False here."""
+    """True if the values are equal, an object's nulls left out, and both or neither are bools: 0 is not False here."""
+    if isinstance(value, Mapping):
+        value = {name: one for name, one in value.items() if one is not None}
     return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))

@@ -11,7 +11,7 @@ in a small window together with the tokens of the previous piece, and the new pi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not form a character (yet)
@@ -19,11 +19,18 @@ CONTEXT_TOKENS = 6  # prompt tokens decoded before a raw completion; they decide
 
 
 class IncrementalText:
-    """The text of one sequence, token by token. Special tokens give no text."""
+    """The text of one sequence, token by token. Special tokens give no text, except those of `shown` (id -> text)."""
 
-    def __init__(self, tokenizer: Any, special_ids: frozenset[int], context_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        special_ids: frozenset[int],
+        context_ids: Sequence[int] = (),
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
+        self._shown = shown or {}
         self._ids = [i for i in context_ids if i not in special_ids]
         self._handed_out = len(self._ids)
         self._known = self._decode(self._ids)
@@ -31,7 +38,7 @@ class IncrementalText:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; "" while a character lacks bytes."""
         if token_id in self._special_ids:
-            return ""
+            return self.finish() + self._shown[token_id] if token_id in self._shown else ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if len(text) <= len(self._known) or text.endswith(REPLACEMENT):
@@ -53,6 +60,15 @@ class IncrementalText:
         if not ids:
             return ""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def possible_beginning(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
+    longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
+    for length in range(longest, 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
 
 
 class StopStrings:
@@ -77,7 +93,7 @@ class StopStrings:
             _, start, self.hit = min(found)
             self._held = ""
             return text[:start]
-        keep = self._possible_beginning(text)
+        keep = possible_beginning(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -85,14 +101,6 @@ class StopStrings:
         """Return the held text after the sequence ended without a complete stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _possible_beginning(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
-        longest = min(len(text), max((len(stop) for stop in self._stops), default=1) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 class TextStream:
@@ -135,9 +143,20 @@ class Detokenizer:
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._special_ids |= frozenset(tokenizer.all_special_ids)
+        self._marks = {i: str(token.content) for i, token in added.items() if i in self._special_ids}
 
-    def stream(self, stops: Sequence[str] = (), prompt_ids: Sequence[int] = (), unsearched: int = 0) -> TextStream:
-        """Return a new stream. Pass `prompt_ids` for raw completions only: their text continues the prompt."""
+    def stream(
+        self,
+        stops: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        unsearched: int = 0,
+        shown: Collection[str] = (),
+    ) -> TextStream:
+        """Return a new stream. Pass `prompt_ids` for raw completions only: their text continues the prompt.
+
+        shown: special tokens that are written as text, the markers of tool calls and reasoning.
+        """
         context = tuple(prompt_ids)[-CONTEXT_TOKENS:]
-        text = IncrementalText(self._tokenizer, self._special_ids, context)
+        visible = {i: mark for i, mark in self._marks.items() if mark in shown} if shown else {}
+        text = IncrementalText(self._tokenizer, self._special_ids, context, visible)
         return TextStream(text, StopStrings(stops), unsearched)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.upload import upload
 
 PLAIN = "plain"  # in place of a shape: nothing is drafted
 ADAPTIVE = "adaptive"  # in place of a shape: every step chooses what it drafts
@@ -178,7 +179,7 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     rows, nodes = tokens.shape
     parents, depths, mask, valid = _whole_chains(rows, nodes, tokens.device)
     if min(counts) < nodes - 1:
-        valid = depths <= torch.tensor(counts, device=tokens.device)[:, None]
+        valid = depths <= upload(counts, tokens.device)[:, None]
         mask = without_padding(mask, valid)
     return DraftTree(tokens, parents, depths, mask, valid, nodes - 1, True, proposal)
 
@@ -186,7 +187,7 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
 @cache  # never freed: recorded rounds read it
 def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return parents, depths, mask and valid of chains that keep all their drafts."""
-    depths = node_numbers(nodes, device).expand(rows, nodes)
+    depths = node_numbers(nodes, device).repeat(rows, 1)
     mask = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, nodes, nodes)
     return depths - 1, depths, mask, torch.ones(rows, nodes, dtype=torch.bool, device=device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from toolkit.errors import TargetError
 
 
@@ -19,6 +21,21 @@ class DraftShapeError(ValueError):
 
 class EngineError(ValueError):
     """Engine settings, or a request, that cannot work as given."""
+
+
+Cause = Literal["deadline", "shutdown"]  # why a request was cut
+
+
+class RequestCutError(RuntimeError):
+    """A request was cut before the engine took it."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(f"the request was cut ({cause}) before the engine took it")
+        self.cause: Cause = cause
+
+
+class VerifyError(EngineError):
+    """A request asks for a rule of verification that its engine does not have."""
 
 
 class UnsupportedTargetError(TargetError):

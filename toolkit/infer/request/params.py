@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ class SamplingParams:
         occurrence, the second once (0: off; OpenAI's definition).
     logit_bias: {token id: value added to its logit}; stored as pairs in the order of the ids.
     min_tokens: the answer has at least this many tokens before a stop id can be chosen or a stop string can begin.
+    json_schema, regex: the answer must match this JSON schema (its text, or a mapping) or this regular expression, as a
+        whole; one of the two at most (see grammar.py). Tokens that cannot continue such an answer get the logit -inf,
+        and a stop id of the target can be chosen only where the answer is complete. max_tokens may cut it earlier;
+        min_tokens, ignore_eos, stop_ids and stop do not go with it.
     temperature: 0 takes the most probable token; above 0 the token is sampled from softmax(logits / temperature).
     top_k: keeps the k most probable tokens (0: all). top_p then keeps the smallest set whose mass reaches it (1: all).
         min_p then keeps the tokens at least min_p times as probable as the most probable one (0: all; arXiv
@@ -64,9 +69,12 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     logprobs: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_grammar()
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         self._set("logit_bias", tuple(sorted((int(token), float(value)) for token, value in bias)))
         self._set("stop_ids", tuple(int(token) for token in self.stop_ids))
@@ -79,6 +87,11 @@ class SamplingParams:
         if self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63) if self.temperature > 0 else 0)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer must match a schema or a regular expression."""
+        return self.json_schema is not None or self.regex is not None
 
     @property
     def biases(self) -> dict[int, float]:
@@ -106,6 +119,25 @@ class SamplingParams:
             value, optional = getattr(self, name), name in ("seed", "logprobs")
             whole = isinstance(value, int) and not isinstance(value, bool)
             self._need(whole or (optional and value is None), name, "it must be a whole number")
+
+    def _check_grammar(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            try:
+                self._set("json_schema", json.dumps(dict(self.json_schema)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise SamplingError("json_schema", f"json_schema cannot be written as JSON: {error}") from error
+        for name in ("json_schema", "regex"):
+            value = getattr(self, name)
+            wanted = "a text of a JSON object, or a mapping" if name == "json_schema" else "a text"
+            self._need(value is None or isinstance(value, str), name, f"it must be {wanted}")
+        if not self.has_grammar:
+            return
+        name = "regex" if self.json_schema is None else "json_schema"
+        others = {"regex": name != "regex" and self.regex is not None, "ignore_eos": self.ignore_eos}
+        others |= {"min_tokens": self.min_tokens > 0, "stop": bool(self.stop), "stop_ids": bool(self.stop_ids)}
+        for other, given in others.items():
+            why = "give one of the two" if other == "regex" else "its answer ends where it is complete: leave this out"
+            self._need(not given, other, f"{name} is given too; {why}")
 
     def _check_distribution(self) -> None:
         self._need(

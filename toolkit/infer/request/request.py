@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from toolkit.infer.request.detokenize import TextStream
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.grammar import GrammarState
 from toolkit.infer.request.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -59,6 +60,8 @@ class Request:
     shape: DraftShape | None = None  # its draft shape, limited by the engine's; None: the engine's
     states_seed: bool = False  # True: the caller gave the seed; False: `seeded` added it
     forced_ids: Sequence[int] | None = None  # the answer to write, whatever the target chooses; eager rounds only
+    verify: str | None = None  # the rule that accepts its drafts (see verifiers.py); None: the engine's
+    priority: int = 0  # lower runs first; among equals the order of arrival decides
     arrival: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     # written by the Engine only
@@ -67,17 +70,24 @@ class Request:
     events: list[VerifyEvent] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id if params.logprobs is set
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended the answer
+    stop_reason: int | str | None = None  # the stop id or stop string that ended the answer; with "abort" the failure
     first_token_at: float | None = None
     finished_at: float | None = None
     stop_set: frozenset[int] = frozenset()
     token_limit: int = 0  # maximum number of output tokens: max_tokens, or less if the context ends first
+    grammar: GrammarState | None = None  # what the answer must match
     text: TextStream | None = None  # text in which stop strings are searched; None without stop strings
     # written by the Engine and the Scheduler
+    admitted_at: float | None = None  # when it first left the queue (perf_counter)
     n_read: int = 0  # during prefill: tokens of `context_ids` whose keys the row holds
     ready: bool = False  # prefill of `context_ids` is complete: the request can be drafted for
     cached_tokens: int = 0  # prompt tokens found in the prefix cache, so not read
-    preemptions: int = 0  # times it lost its pages to older requests
+    preemptions: int = 0  # times it lost its pages to requests before it in `order`
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the queue; where memory runs out, the last ones of this order give way."""
+        return self.priority, self.arrival
 
     @property
     def finished(self) -> bool:
@@ -105,9 +115,13 @@ class Request:
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
         """Append `accepted` draft tokens and then the bonus token, up to the first stop or the token limit.
 
+        If the grammar has failed, append nothing and end the request with finish_reason "abort".
         Returns the number of appended tokens; sets `finish_reason` and `finished_at` if the answer ends.
         """
         now = time.perf_counter()
+        if self.grammar is not None and self.grammar.failure is not None:
+            self.finish_reason, self.stop_reason, self.finished_at = "abort", self.grammar.failure, now
+            return 0
         if self.first_token_at is None:
             self.first_token_at = now
         for count, token in enumerate(tokens, start=1):

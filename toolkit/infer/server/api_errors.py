@@ -10,35 +10,101 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from toolkit.infer.engine.engine_thread import EngineFailure
+from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
+from toolkit.infer.request.chat_prompt import short
+from toolkit.infer.request.errors import Cause
 
 MAX_SHOWN = 5  # problems listed in one message
+MOST_CHARACTERS = 1000  # of a message
+
+_ERROR = {
+    "type": "object",
+    "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+}
+_REPLY = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
+_CONTENT = {"application/json": {"schema": _REPLY}}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {  # the errors in the OpenAPI document; FastAPI's own are 422s
+    "4XX": {"description": "A wrong request; `param` names the field", "content": _CONTENT},
+    "5XX": {"description": "The server failed", "content": _CONTENT},
+}
 
 
 class ApiError(Exception):
     """An error reply. status: the HTTP status; param: the wrong field; code: the machine-readable reason."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(_sendable(message))
         self.status = status
         self.param = param
         self.code = code
-        self.kind = "invalid_request_error" if status < 500 else "server_error"
+        self.headers = dict(headers or {})
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        self.kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON to send."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _sendable(self.param)
+        return {"error": {"message": str(self), "type": self.kind, "param": param, "code": self.code}}
 
 
-def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, context_length: int, param: str) -> ApiError:
-    """The 400 for a prompt and answer that exceed the context. Sizes in tokens."""
+def _sendable(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text without what a message may quote: lone surrogates, which UTF-8 does not have, and the middle of a long
+    one."""
+    text = text if len(text) <= most else f"{text[: most // 2]} .. {text[-most // 2 :]}"
+    return text.encode("utf-8", "replace").decode()
+
+
+def context_length_exceeded(
+    prompt_tokens: int, max_tokens: int | None, context_length: int, param: str, *, at_least: bool = False
+) -> ApiError:
+    """The 400 for a prompt and answer that exceed the context. Sizes in tokens; at_least: the prompt was not read."""
+    counted = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
     if max_tokens is None:
-        asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
+        asked = f"the prompt has {counted} tokens and needs at least one more for the answer"
     else:
-        asked = f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}"
+        asked = f"the prompt has {counted} tokens and the answer may have {max_tokens}"
     message = f"this model's context is {context_length} tokens, but {asked}; shorten the prompt or lower max_tokens"
     return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def queue_is_full(waiting: int, most: int) -> ApiError:
+    """The 429 for a request whose answers would wait behind too many others."""
+    message = f"{waiting} answers would wait, and this server lets {most} wait (--max-queued-requests); ask again later"
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
+# OpenAI's client asks again after a 5xx by itself. A request that is out of time would come back as new load.
+_FINAL = {"x-should-retry": "false"}
+
+
+def cut_off(cause: Cause, timeout_s: float | None, *, own: bool) -> ApiError:
+    """The error for a request that was cut before it had a token. timeout_s: its time limit. own: it asked for that."""
+    if cause == "shutdown":
+        return ApiError(503, "the server shut down before an answer began", code="shutting_down")
+    message = f"no answer began within the {timeout_s:g} s of this request; ask for less, or give it more time"
+    return ApiError(408 if own else 504, message, code="deadline_exceeded", headers=_FINAL)
+
+
+def failure(error: EngineFailure) -> ApiError:
+    """The error for a request whose answer failed: a 400 if its own grammar was the cause."""
+    if isinstance(error, GrammarFailure):
+        message = f"{error}; give a smaller schema or expression"
+        return ApiError(400, message, code="grammar_failed", headers=_FINAL)
+    return ApiError(500, str(error), code="engine_failure")
+
+
+def internal_error(error: Exception) -> ApiError:
+    """The 500 for an error of the server itself."""
+    return ApiError(500, f"internal error: {type(error).__name__}: {error}")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -67,26 +133,26 @@ def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a location is pydantic's tag of a union's branch ("str", "list[int]")."""
-    return part == "str" or (isinstance(part, str) and part.endswith("]"))
+    """Whether a part of a location is pydantic's tag of a union's branch ("str", "list[int]", "NamedChoice")."""
+    return isinstance(part, str) and (part == "str" or part.endswith("]") or part[:1].isupper())
 
 
 def _describe(error: Mapping[str, Any]) -> tuple[str | None, str, str | None]:
     """(param, message, code) of one error."""
     parts = [part for part in error["loc"] if part != "body" and not _is_branch(part)]
     context = error.get("ctx") or {}
-    param = context.get("param") or _path(parts)
+    param = _path([*parts, context["param"]] if "param" in context else parts)
     if error["type"] == "extra_forbidden":
         return param, f"unknown field '{param}'", "unknown_parameter"
     if error["type"] == "missing":
         return param, f"the field '{param or 'body'}' is missing", "missing_required_parameter"
     if error["type"] == "unsupported_parameter":
-        return _path([*parts, param]), error["msg"], "unsupported_parameter"
+        return param, error["msg"], "unsupported_parameter"
     if error["type"] == "too_short":
         return param, f"'{param}' is empty", "invalid_value"
     if "param" in context:
         return param, error["msg"], "invalid_value"
-    return param, f"'{param or 'body'}': {error['msg']}, got {_short(error.get('input'))}", "invalid_value"
+    return param, f"'{param or 'body'}': {error['msg']}, got {short(error.get('input'))}", "invalid_value"
 
 
 def _path(parts: Sequence[Any]) -> str | None:
@@ -94,17 +160,12 @@ def _path(parts: Sequence[Any]) -> str | None:
     return text or None
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def install(app: FastAPI) -> None:
     """Make the app return all errors, including FastAPI's, in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status)
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -113,13 +174,16 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(EngineFailure)
     async def _engine(_: Request, error: EngineFailure) -> JSONResponse:
-        return JSONResponse(ApiError(500, str(error), code="engine_failure").body, 500)
+        answer = failure(error)
+        return JSONResponse(answer.body, answer.status, answer.headers)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{error.detail}: {request.method} {request.url.path}"
+        if isinstance(error.__cause__, UnicodeDecodeError):  # raised by the parser of JSON
+            message = f"the body is not valid UTF-8 (byte {error.__cause__.start})"
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def _any(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}: {error}").body, 500)
+        return JSONResponse(internal_error(error).body, 500)

@@ -1,6 +1,7 @@
 """An OpenAI-compatible HTTP server of one engine.
 
-POST /v1/chat/completions, /v1/completions; GET /v1/models, /version, /health, /metrics.
+POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize; GET /v1/models, /version, /health,
+/ready, /metrics, /status, and a page at /.
 """
 
 from __future__ import annotations
@@ -9,37 +10,61 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from toolkit import __version__
 from toolkit.infer.server import api_errors
 from toolkit.infer.server.completions import Completions, Served
+from toolkit.infer.server.gate import Gate
+from toolkit.infer.server.life_cycle import LifeCycle
+from toolkit.infer.server.monitoring import add_monitoring, watching
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
+from toolkit.infer.server.responses_protocol import ResponsesRequest
+from toolkit.infer.server.server_settings import ServerSettings
+from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest
 
-SHUTDOWN_S = 5  # time for running answers to finish at shutdown
+SHUTDOWN_S = 5  # time to send the ends of answers that were cut
+HEAD_S = 30.0  # a connection that begins no request, or not the whole head of one, is closed after one to two of these
 
 
 class AddressError(ValueError):
     """The server cannot listen on the given address."""
 
 
-def build_app(served: Served) -> FastAPI:
+class WarmUpError(ValueError):
+    """The engine failed in its first steps."""
+
+
+def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI:
     """The FastAPI app. Its lifespan starts and stops the engine thread."""
-    server = Completions(served)
+    settings = settings or ServerSettings()
+    server = Completions(served, settings)
+    life = LifeCycle(server.engine, settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
-        yield
-        await asyncio.to_thread(server.engine.close)
+        life.start()
+        warming = asyncio.create_task(life.warm_up())
+        async with watching(server.metrics, served.log_interval_s):
+            yield
+        warming.cancel()
+        await asyncio.to_thread(life.close)
 
-    app = FastAPI(title="toolkit serve", lifespan=lifespan)
-    app.state.completions = server
+    app = FastAPI(title="toolkit serve", version=__version__, lifespan=lifespan, responses=api_errors.DOCUMENTED)
+    app.state.completions, app.state.life = server, life
     api_errors.install(app)
+    app.add_middleware(Gate, settings=settings, life=life, replies=server.metrics.replies)
+    if settings.allowed_origins:  # outside of the gate: a browser asks for permission without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: Request) -> Response:
@@ -48,6 +73,19 @@ def build_app(served: Served) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def completion(body: CompletionRequest, http: Request) -> Response:
         return await server.completion(body, http)
+
+    @app.post("/v1/responses", response_model=None)
+    async def response(body: ResponsesRequest, http: Request) -> Response:
+        return await server.response(body, http)
+
+    # Not async: these run in threads, since a long text takes long.
+    @app.post("/tokenize")
+    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return server.tokenize(body)
+
+    @app.post("/detokenize")
+    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        return server.detokenize(body)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -67,11 +105,27 @@ def build_app(served: Served) -> FastAPI:
         alive = server.engine.alive
         return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(server.metrics.text(server.engine.in_flight), media_type="text/plain; version=0.0.4")
+    @app.get("/ready")
+    async def ready() -> Response:
+        return JSONResponse({"status": life.state}, 200 if life.state == "ready" else 503)
 
+    add_monitoring(app, served, server.metrics)
+    _name_the_model(app, served.model_name)
     return app
+
+
+def _name_the_model(app: FastAPI, name: str) -> None:
+    """Say in the OpenAPI document that `model` is the served one: what is made from the document is then answered."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = described()
+        for schema in document["components"]["schemas"].values():
+            if "model" in schema.get("properties", {}):
+                schema["properties"]["model"] = {"type": "string", "const": name}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _model_card(server: Completions) -> dict[str, Any]:
@@ -97,20 +151,62 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with a callback when it is ready for requests."""
+    """uvicorn that drains at SIGTERM and SIGINT, with a callback when the server is ready for requests."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, life: LifeCycle, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._life, self._on_ready = life, on_ready
+        self._told = False
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._life.drain()  # uvicorn's own would end the process by the signal after all
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second. Returns whether to shut down."""
+        if self._life.state == "ready" and not self._told:
+            self._told = True
             self._on_ready()
+        over = await super().on_tick(counter) and self._life.drained()
+        return over or self._life.failure is not None
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if a client does not send the head of its next request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._check_later(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _check_later(self, cycle: object) -> None:
+        self._timer = self.loop.call_later(HEAD_S, self._check, cycle)
+
+    def _check(self, before: object) -> None:
+        """before: the latest request at the last check."""
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self.cycle is before:
+            self.transport.close()
+        else:
+            self._check_later(self.cycle)
+
+
+def uvicorn_config(app: FastAPI, shutdown_s: int) -> uvicorn.Config:
+    """How uvicorn runs the app: without a log of accesses, which would hold the paths and times of all requests."""
+    return uvicorn.Config(
+        app, http=_Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_s
+    )
 
 
 def serve_forever(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Run until SIGINT or SIGTERM. Running answers get SHUTDOWN_S seconds to finish."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
-        _Uvicorn(config, on_ready).run(sockets=[listener])
+    """Run until SIGINT or SIGTERM, and then until the running answers have ended (`drain_timeout_s`), or a second one.
+
+    on_ready: called when the server is warm. Raises WarmUpError.
+    """
+    life: LifeCycle = app.state.life
+    _Uvicorn(uvicorn_config(app, SHUTDOWN_S), life, on_ready).run(sockets=[listener])
+    if life.failure is not None:
+        raise WarmUpError(f"the server cannot answer: {life.failure}") from life.failure

@@ -1,38 +1,51 @@
-"""The endpoints /v1/chat/completions and /v1/completions: request -> prompt ids -> engine -> answer, or a stream."""
+"""The endpoints that use the model or its tokenizer: request -> prompt ids -> engine -> answer, or a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from toolkit.infer.engine.engine_load import load_of
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread, Ticket
 from toolkit.infer.load.answer import Answer, usage
-from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError, SamplingError
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.api_errors import ApiError, context_length_exceeded
+from toolkit.infer.server.admission import Admission, Deadline, PromptLimit, told
+from toolkit.infer.server.answer_pieces import AnswerParser, Piece
+from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
+from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
-from toolkit.infer.server.openai_replies import EventStream, LogprobForm, ReplyForm, sse, unless_disconnected
-from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params, wrong_setting
+from toolkit.infer.server.openai_replies import EventStream, Form, LogprobForm, ReplyForm, unless_disconnected
+from toolkit.infer.server.parsers import Parsers, prompt_end
+from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params
+from toolkit.infer.server.responses import ResponseForm
+from toolkit.infer.server.responses_protocol import NAMES_IN_RESPONSES, ResponsesRequest, chat_of
 from toolkit.infer.server.server_metrics import ServerMetrics
+from toolkit.infer.server.server_settings import ServerSettings
+from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest, text_of, tokens_of
+from toolkit.infer.server.writing import Writing
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
 CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
+LONG_BODY = 50_000  # bytes; tokenising more takes so long that streams would wait
 
 
 @dataclass(frozen=True)
 class Served:
-    """The engine and the model of one server. shape_name: None for plain decoding. context_length: in tokens."""
+    """The engine and the model of one server. shape_name: None for plain decoding. context_length: in tokens.
+
+    log_interval_s: seconds between two log lines of what runs; 0: none."""
 
     model_name: str
     tokenizer: Any
@@ -41,158 +54,210 @@ class Served:
     fingerprint: str
     shape_name: str | None
     defaults: DefaultSampling
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """One of a request's n answers while it is generated."""
-
-    index: int
-    ticket: Ticket
-    answer: Answer
-
-    @property
-    def token_ids(self) -> dict[str, list[int]]:
-        """The fields of `return_token_ids`. The ids of the answer include the stop id that ended it."""
-        request = self.ticket.request
-        return {"prompt_token_ids": request.prompt_ids, "token_ids": request.output_ids[: self.answer.n_tokens]}
+    log_interval_s: float = 0.0
+    parsers: Parsers = field(default_factory=Parsers)
 
 
 class Completions:
-    """The two endpoints; one instance per app."""
+    """The endpoints; one instance per app."""
 
-    def __init__(self, served: Served) -> None:
-        self.served = served
+    def __init__(self, served: Served, settings: ServerSettings) -> None:
+        self.served, self.settings = served, settings
         self.engine = EngineThread(served.engine)
-        self.metrics = ServerMetrics()
+        self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
+        self.metrics = ServerMetrics(lambda: load_of(served.engine.scheduler), lambda: self.engine.failed_steps)
         self.created = int(time.time())
+        self.prompts = ChatPrompts(served.tokenizer, served.parsers)
+        self._limit = PromptLimit(served.tokenizer, served.context_length)
         self._detokenizer = Detokenizer(served.tokenizer)
         self._logprob_form = LogprobForm(served.tokenizer)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self.check_model(body.model)
-        return await self._reply(body, self._chat_ids(body), "messages", http)
+        return await self.reply(body, partial(self._chat_ids, body), "messages", http, self._form(body))
 
     async def completion(self, body: CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
         self.check_model(body.model)
-        ids = body.prompt if isinstance(body.prompt, list) else self.served.tokenizer(body.prompt)["input_ids"]
-        return await self._reply(body, ids, "prompt", http)
+        return await self.reply(body, partial(self._prompt_ids, body), "prompt", http, self._form(body))
+
+    async def response(self, body: ResponsesRequest, http: Request) -> Response:
+        """POST /v1/responses."""
+        self.check_model(body.model)
+        try:
+            chat = chat_of(body)
+            form = ResponseForm(body, self.served.defaults)
+            return await self.reply(chat, partial(self._chat_ids, chat), "input", http, form)
+        except ApiError as error:
+            error.param = NAMES_IN_RESPONSES.get(error.param or "", error.param)
+            raise
+
+    def _chat_ids(self, body: ChatRequest) -> list[int]:
+        return self.prompts.ids(body, limit=self._limit)
+
+    def _prompt_ids(self, body: CompletionRequest) -> list[int]:
+        if not isinstance(body.prompt, str):
+            return body.prompt
+        self._limit.check(body.prompt, body.token_limit, "prompt")
+        return list(self.served.tokenizer(body.prompt)["input_ids"])
+
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """POST /tokenize."""
+        self.check_model(body.model or self.served.model_name)
+        return tokens_of(body, self.served.tokenizer, self.prompts, self.served.context_length)
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """POST /detokenize."""
+        self.check_model(body.model or self.served.model_name)
+        return text_of(self.served.tokenizer, body.tokens)
+
+    def _form(self, body: ChatRequest | CompletionRequest) -> ReplyForm:
+        chat = isinstance(body, ChatRequest)
+        return ReplyForm(self.served.model_name, self.served.fingerprint, chat, body.wants_stream_usage)
 
     def check_model(self, model: str) -> None:
         if model != self.served.model_name:
             message = f"the model '{model}' does not exist here; this server has '{self.served.model_name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _chat_ids(self, body: ChatRequest) -> list[int]:
-        try:
-            return chat_ids(self.served.tokenizer, [message.for_template() for message in body.messages])
-        except NoChatTemplateError as error:
-            raise ApiError(
-                400, "the target's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
-            ) from error
-        except ChatPromptError as error:
-            raise ApiError(400, str(error), param="messages") from error
+    def _parser(self, body: GenerationFields, ids: Sequence[int]) -> AnswerParser:
+        """A parser for one answer. Raw completions, and answers with a grammar of their own, are not parsed."""
+        if not isinstance(body, ChatRequest) or (body.has_grammar and not body.forced):
+            return Parsers().start({}, "", forced=False, one_call=False)
+        schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
+        end = prompt_end(self.served.tokenizer, ids)
+        return self.served.parsers.start(schemas, end, forced=body.forced, one_call=body.one_call)
 
-    async def _reply(self, body: GenerationFields, ids: Sequence[int], param: str, http: Request) -> Response:
-        """Generate and return the reply. param: the request's field with the prompt `ids`."""
-        form = ReplyForm(
-            self.served.model_name, self.served.fingerprint, isinstance(body, ChatRequest), body.wants_stream_usage
-        )
-        writing = await self._submit(body, ids, param)
-        if body.stream:
-            return EventStream(self._events(writing, form), lambda: self._end(writing))
+    async def reply(
+        self, body: GenerationFields, tokenise: Callable[[], list[int]], param: str, http: Request, form: Form
+    ) -> Response:
+        """Generate and return the reply. tokenise: makes the ids of the prompt. param: the request's field with it."""
+        deadline = Deadline.of(body.timeout, self.settings.request_timeout_s, http.state.arrived)
+        long = int(http.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         try:
-            finished, texts = await unless_disconnected(http, self._whole_texts(writing))
+            writing = await self._submit(body, tokenise, long, param, deadline)
+        except Exception as error:
+            other = told(error, body, param, deadline)
+            if other is error:
+                raise
+            raise other from error
+        if body.stream:
+            return EventStream(self._events(writing, form, body.return_acceptance), lambda: self._end(writing))
+        try:
+            finished, answers = await unless_disconnected(http, self._whole(writing))
         finally:
             self._end(writing)
         if not finished:
             return Response(status_code=CLIENT_CLOSED)
+        cut_by = writing[0].ticket.cut_by
+        if cut_by is not None and not any(one.answer.n_tokens for one in writing):
+            raise deadline.error(cut_by)
         choices = [
-            form.choice(one.index, text, str(one.answer.finish_reason), self._logprobs(one.answer.take_logprobs()))
+            form.choice(one.index, pieces, str(one.finish_reason), self._logprobs(one.answer.take_logprobs()))
             | (one.token_ids if body.return_token_ids else {})
-            for one, text in zip(writing, texts, strict=True)
+            | (one.acceptance if body.return_acceptance else {})
+            for one, pieces in zip(writing, answers, strict=True)
         ]
         return JSONResponse(form.whole(choices, self._usage(writing)))
 
-    async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
-        """Submit the request's n answers to the engine. On an ApiError or EngineFailure abort all of them."""
-        room, limit = self.served.context_length - len(ids), body.token_limit
-        if room < (limit or 1):
-            raise context_length_exceeded(len(ids), limit, self.served.context_length, param)
-        params = request_params(body, self.served.defaults, room)
-        context = () if isinstance(body, ChatRequest) else ids
-        writing: list[_Writing] = []
-        try:
-            shape = None if body.shape is None else DraftShape.parse(body.shape)
+    async def _submit(
+        self, body: GenerationFields, tokenise: Callable[[], list[int]], long: bool, param: str, deadline: Deadline
+    ) -> list[Writing]:
+        """Submit the request's n answers to the engine, together. long: tokenise in another thread."""
+        drafts = {
+            "speculative": body.speculative,
+            "shape": None if body.shape is None else DraftShape.parse(body.shape),
+            "verify": body.verify,
+            "priority": body.priority,
+        }
+        tickets: list[Ticket] = []
+        with self.admission.places(body.n):
+            async with asyncio.timeout(deadline.left):
+                ids = await asyncio.to_thread(tokenise) if long else tokenise()
+                params = self._params(body, len(ids), param)
+                if params.has_grammar:  # compiled here, so that no running request waits for it
+                    await asyncio.to_thread(self.served.engine.grammars.start, params)
+            parsers = [self._parser(body, ids) for _ in range(body.n)]
             for index in range(body.n):
                 settings = for_answer(params, index)
-                ticket = await self.engine.submit(ids, settings, speculative=body.speculative, shape=shape)
-                text = self._detokenizer.stream(body.stops, context, unsearched=body.min_tokens)
-                writing.append(_Writing(index, ticket, Answer(text)))
-        except BaseException as error:
-            self._end(writing)
-            if isinstance(error, SamplingError):
-                raise wrong_setting(error) from error
-            if isinstance(error, DraftShapeError):
-                raise ApiError(400, str(error), param="shape", code="invalid_value") from error
-            if isinstance(error, ValueError):  # the engine's other checks, e.g. ids outside the vocabulary
-                raise ApiError(400, str(error), param=param, code="invalid_value") from error
-            raise
+                tickets.append(self.engine.put(ids, settings, timeout_s=deadline.left, **drafts))
+        await self.engine.accepted(tickets)
+        context = () if isinstance(body, ChatRequest) else ids
+        writing = []
+        for index, (ticket, parser) in enumerate(zip(tickets, parsers, strict=True)):
+            text = self._detokenizer.stream(body.stops, context, body.min_tokens, parser.markers)
+            writing.append(Writing(index, ticket, Answer(text), parser))
+            self.metrics.follow(ticket.request, writing[-1].answer)
         return writing
 
-    async def _whole_texts(self, writing: Sequence[_Writing]) -> list[str]:
-        return await asyncio.gather(*(self._whole_text(one) for one in writing))
+    def _params(self, body: GenerationFields, prompt_tokens: int, param: str) -> SamplingParams:
+        room, limit = self.served.context_length - prompt_tokens, body.token_limit
+        if room < (limit or 1):
+            raise context_length_exceeded(prompt_tokens, limit, self.served.context_length, param)
+        return request_params(body, self.served.defaults, room)
 
-    async def _whole_text(self, one: _Writing) -> str:
-        return "".join([text async for text in self._texts(one)])
+    async def _whole(self, writing: Sequence[Writing]) -> list[list[Piece]]:
+        return await asyncio.gather(*(self._whole_answer(one) for one in writing))
 
-    async def _texts(self, one: _Writing) -> AsyncIterator[str]:
-        """Yield the new text after each engine step until the answer ends."""
-        async for update in one.ticket.updates():
-            text = one.answer.feed(update)
-            if text:
-                yield text
-            if one.answer.finish_reason is not None:
-                return
+    async def _whole_answer(self, one: Writing) -> list[Piece]:
+        return [piece async for pieces in self._pieces(one) for piece in pieces]
 
-    def _end(self, writing: Sequence[_Writing]) -> None:
+    async def _pieces(self, one: Writing) -> AsyncIterator[list[Piece]]:
+        """Yield the new pieces after each engine step until the answer ends, and give its place back."""
+        try:
+            async for update in one.ticket.updates():
+                pieces = one.read(update)
+                if pieces:
+                    yield pieces
+                if one.finish_reason is not None:
+                    return
+        finally:
+            self.engine.abort(one.ticket)  # here, as the client may take long to read the reply
+
+    def _end(self, writing: Sequence[Writing]) -> None:
         """Abort the answers that still run; count and log each answer."""
         for one in writing:
             self.engine.abort(one.ticket)
             self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
             self._log(one)
 
-    async def _events(self, writing: Sequence[_Writing], form: ReplyForm) -> AsyncIterator[str]:
+    async def _events(self, writing: Sequence[Writing], form: Form, acceptance: bool) -> AsyncIterator[str]:
         for one in writing:
             for event in form.first(one.index):
                 yield event
         try:
-            async for one, text, entries in self._merged(writing):
+            async for one, pieces, entries in self._merged(writing):
                 logprobs = self._logprobs(entries)
-                if text is not None:
-                    yield form.piece(one.index, text, logprobs)
-                else:
-                    yield form.ended(one.index, str(one.answer.finish_reason), logprobs)
+                for piece in pieces or ():
+                    yield form.piece(one.index, piece, logprobs)
+                    logprobs = None  # they go with the step's first piece
+                if pieces is None:
+                    extra = one.acceptance if acceptance else {}
+                    for event in form.ended(one.index, str(one.finish_reason), logprobs, extra):
+                        yield event
         except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
-            yield sse(ApiError(500, str(error), code="engine_failure").body)
+            yield form.failed(failure(error).body)
+            return
+        except Exception as error:
+            logger.error("a stream failed by an error of the server", exc_info=error)
+            yield form.failed(internal_error(error).body)
             return
         for event in form.last(self._usage(writing)):
             yield event
 
     async def _merged(
-        self, writing: Sequence[_Writing]
-    ) -> AsyncIterator[tuple[_Writing, str | None, list[TokenLogprob]]]:
-        """Yield (answer, new text, log-probabilities) of all answers as they arrive. Text None: the answer ended."""
-        ready: asyncio.Queue[tuple[_Writing, str | None, list[TokenLogprob]] | EngineFailure] = asyncio.Queue()
+        self, writing: Sequence[Writing]
+    ) -> AsyncIterator[tuple[Writing, list[Piece] | None, list[TokenLogprob]]]:
+        """Yield (answer, new pieces, log-probabilities) of all answers as they arrive. None: the answer ended."""
+        ready: asyncio.Queue[tuple[Writing, list[Piece] | None, list[TokenLogprob]] | Exception] = asyncio.Queue()
 
-        async def follow(one: _Writing) -> None:
+        async def follow(one: Writing) -> None:
             try:
-                async for text in self._texts(one):
-                    ready.put_nowait((one, text, one.answer.take_logprobs()))
+                async for pieces in self._pieces(one):
+                    ready.put_nowait((one, pieces, one.answer.take_logprobs()))
                 ready.put_nowait((one, None, one.answer.take_logprobs()))
-            except EngineFailure as error:
+            except Exception as error:  # whatever it is: without it the stream would wait for ever
                 ready.put_nowait(error)
 
         tasks = [asyncio.create_task(follow(one)) for one in writing]
@@ -200,7 +265,7 @@ class Completions:
             left = len(tasks)
             while left:
                 item = await ready.get()
-                if isinstance(item, EngineFailure):
+                if isinstance(item, Exception):
                     raise item
                 left -= item[1] is None
                 yield item
@@ -211,15 +276,17 @@ class Completions:
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._logprob_form.content(entries) if entries else None
 
-    def _usage(self, writing: Sequence[_Writing]) -> dict[str, Any]:
+    def _usage(self, writing: Sequence[Writing]) -> dict[str, Any]:
         request = writing[0].ticket.request
         shape = self.served.shape_name if request.speculative else None
         if shape is not None and request.shape is not None:
             shape = f"{request.shape.name} ({request.shape.as_text()})"
         answers = [(one.answer, list(one.ticket.request.events)) for one in writing]
-        return usage(len(request.prompt_ids), answers, shape, request.cached_tokens)
+        used = usage(len(request.prompt_ids), answers, shape, request.cached_tokens)
+        used["completion_tokens_details"]["reasoning_tokens"] = sum(one.reasoning_tokens for one in writing)
+        return used
 
-    def _log(self, one: _Writing) -> None:
+    def _log(self, one: Writing) -> None:
         used = self._usage([one])
         speculative = used.get("speculative") or {}
         length = speculative.get("accept_length")

@@ -3,27 +3,32 @@
 No field is silently ignored: a request is refused if it sets a field that the engine does not apply, unless the field
 has its neutral value (best_of=1, tools=[], ...).
 Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos, return_token_ids. Our own: `speculative` (false: plain decoding) and `shape` (the request's draft shape as
-text, "S,K,N").
+ignore_eos, return_token_ids, chat_template_kwargs, priority (vLLM's order). Of SGLang: json_schema, regex. Our own:
+`speculative` (false: plain decoding), `shape` (the request's draft shape as text, "S,K,N"), `verify` (the rule that
+accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistics of drafts and times with each answer).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.infer.request.chat_prompt import (
-    ANY,
-    MESSAGE_NEUTRAL,
-    UnsupportedFieldError,
-    template_message,
-    without_neutral,
-)
+from toolkit.infer.request.chat_prompt import ANY
 from toolkit.infer.request.params import MOST_LOGPROBS
+from toolkit.infer.server.message_protocol import (
+    ChatMessage,
+    JsonObject,
+    Strict,
+    Text,
+    ToolFields,
+    forced_schema,
+    wrong_field,
+)
+from toolkit.infer.server.response_format import ResponseFormat
 
-# Field -> neutral values, which change nothing. null is neutral for every field.
+# Field -> neutral values, see Strict.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "user": (ANY,),
     "metadata": (ANY,),
@@ -33,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -50,28 +54,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
+    # The server chooses draft head and weights; a request cannot bring its own.
+    "draft": (),
+    "speculative_config": (),
+    "lora": (),
+    "lora_path": (),
+    "lora_request": (),
 }
-COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (), "top_logprobs": (0,)}
-
-
-def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
-    """The body without nulls and neutral fields. Raises PydanticCustomError for a known field with another value."""
-    if not isinstance(body, dict):
-        return body
-    try:
-        return without_neutral(body, neutral)
-    except UnsupportedFieldError as error:
-        context = {"message": str(error), "param": error.field}
-        raise PydanticCustomError("unsupported_parameter", "{message}", context) from error
-
-
-def _encodable(text: str) -> str:
-    """Refuse a lone surrogate ("\\ud800"): JSON allows it, tokenizers do not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "the text is not valid unicode (a lone surrogate)") from error
-    return text
+HONOURED_IN_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+CHAT_NEUTRAL = {name: values for name, values in NEUTRAL.items() if name not in HONOURED_IN_CHATS}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL, "logprobs": (), "top_logprobs": (0,), "response_format": ({"type": "text"},)
+}  # fmt: skip
 
 
 def _token_id(text: str) -> str:
@@ -80,51 +74,18 @@ def _token_id(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TextPart(_Strict):
-    """One text part of a message. Other parts (images, audio) are refused."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(_Strict):
-    """One chat message."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _neutral(cls, body: Any) -> Any:
-        return _drop_neutral(body, MESSAGE_NEUTRAL)
-
-    @property
-    def text(self) -> str:
-        """The text of the message; several parts are joined."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    def for_template(self) -> dict[str, str]:
-        """The message in the form of chat templates."""
-        return template_message(self.role, self.text)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class GenerationFields(_Strict):
+class GenerationFields(Strict):
     """The common fields of both endpoints. None: not given."""
 
     model: str
@@ -146,15 +107,14 @@ class GenerationFields(_Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False
+    return_acceptance: bool = False
+    json_schema: Text | dict[str, Any] | None = None
+    regex: Text | None = None
     speculative: bool = True
     shape: str | None = None
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
-
-    @model_validator(mode="before")
-    @classmethod
-    def _neutral(cls, body: Any) -> Any:
-        return _drop_neutral(body, cls.neutral)
+    verify: Literal["auto", "target", "rejection", "block"] | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first, as in vLLM")
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds until the answer is cut")
 
     @field_validator("stop")
     @classmethod
@@ -203,18 +163,55 @@ class GenerationFields(_Strict):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     @property
+    def schema_of_answer(self) -> Any:
+        """The JSON schema that the answer must match; None: no schema."""
+        return self.json_schema
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the whole answer has a form that the request determines."""
+        return self.schema_of_answer is not None or self.regex is not None
+
+    @property
     def most_logprobs(self) -> int | None:
         """Number of top log-probabilities per token, in addition to the token's own; None: no log-probabilities."""
         return None
 
 
-class ChatRequest(GenerationFields):
-    """Body of POST /v1/chat/completions."""
+class ChatRequest(GenerationFields, ToolFields):
+    """Body of POST /v1/chat/completions. chat_template_kwargs: variables that the target's chat template reads."""
 
+    neutral = CHAT_NEUTRAL
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> ChatRequest:
+        ways = {"tool_choice": self.forced, "response_format": self._schema_of_format is not None}
+        own = "regex" if self.json_schema is None else "json_schema"  # both: SamplingParams refuses it
+        ways[own] = self.json_schema is not None or self.regex is not None
+        given = [name for name, is_given in ways.items() if is_given]
+        if len(given) > 1:
+            raise wrong_field(given[1], f"'{given[0]}' and '{given[1]}' both determine the answer; give one of them")
+        if given and self.offered and not self.forced:
+            message = f"'{given[0]}' determines the whole answer, so none of the 'tools' could be called"
+            raise wrong_field(given[0], f"{message}; leave one of them out, or set tool_choice to 'none'")
+        return self
+
+    @property
+    def _schema_of_format(self) -> Any:
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
+    def schema_of_answer(self) -> Any:
+        if self.forced:
+            return forced_schema(self)
+        return self.json_schema if self._schema_of_format is None else self._schema_of_format
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

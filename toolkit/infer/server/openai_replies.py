@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -19,6 +19,31 @@ from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from toolkit.infer.request.request import TokenLogprob
+from toolkit.infer.server.answer_pieces import Kind, Piece
+
+T = TypeVar("T")
+
+
+class Form(Protocol):
+    """The JSON of one kind of reply, whole and streamed; see ReplyForm."""
+
+    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]: ...
+
+    def choice(
+        self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]: ...
+
+    def first(self, index: int) -> list[str]: ...
+
+    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> str: ...
+
+    def ended(
+        self, index: int, finish_reason: str, logprobs: dict[str, Any] | None, extra: dict[str, Any]
+    ) -> list[str]: ...
+
+    def last(self, usage: dict[str, Any]) -> list[str]: ...
+
+    def failed(self, body: dict[str, Any]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -45,37 +70,50 @@ class ReplyForm:
         head = self._head("chat.completion" if self.chat else "text_completion")
         return {**head, "choices": list(choices), "usage": usage}
 
-    def choice(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """One whole answer."""
-        content: dict[str, Any] = {"text": text}
-        if self.chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        content: dict[str, Any] = {"message": message_of(pieces)} if self.chat else {"text": joined(pieces, "content")}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def first(self, index: int) -> list[str]:
         """Events that begin a streamed answer: the role in a chat, none otherwise."""
         return [self._event(index, {"role": "assistant", "content": ""}, None, None)] if self.chat else []
 
-    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> str:
-        """One event with new text."""
-        return self._event(index, {"content": text} if self.chat else text, None, logprobs)
+    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> str:
+        """One event with a new piece."""
+        return self._event(index, delta_of(piece) if self.chat else piece.text, None, logprobs)
 
-    def ended(self, index: int, finish_reason: str, logprobs: dict[str, Any] | None) -> str:
-        """The event that ends an answer. logprobs: of its last tokens without text, if any."""
-        return self._event(index, {} if self.chat else "", finish_reason, logprobs)
+    def ended(
+        self, index: int, finish_reason: str, logprobs: dict[str, Any] | None, extra: dict[str, Any]
+    ) -> list[str]:
+        """Events that end an answer. logprobs: of its last tokens without text, if any. extra: further fields."""
+        return [self._event(index, {} if self.chat else "", finish_reason, logprobs, extra)]
 
     def last(self, usage: dict[str, Any]) -> list[str]:
         """Events that end a stream."""
         used = [sse({**self._head(self._chunk_object), "choices": [], "usage": usage})] if self.with_usage else []
         return [*used, "data: [DONE]\n\n"]
 
+    def failed(self, body: dict[str, Any]) -> str:
+        """The last event of a stream whose answer failed; body: as of a reply with an error's status."""
+        return sse(body)
+
     @property
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _event(self, index: int, delta: Any, finish_reason: str | None, logprobs: dict[str, Any] | None) -> str:
+    def _event(
+        self,
+        index: int,
+        delta: Any,
+        finish_reason: str | None,
+        logprobs: dict[str, Any] | None,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
         content = {"delta": delta} if self.chat else {"text": delta}
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
         body = {**self._head(self._chunk_object), "choices": [choice]}
         return sse({**body, "usage": None} if self.with_usage else body)
 
@@ -87,6 +125,38 @@ class ReplyForm:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
+
+
+def joined(pieces: Sequence[Piece], kind: Kind, index: int = -1) -> str:
+    """The text of all pieces of one kind and, for arguments, of one call."""
+    return "".join(piece.text for piece in pieces if piece.kind == kind and piece.index == index)
+
+
+def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The assistant's message of a whole answer."""
+    content, reasoning = joined(pieces, "content"), joined(pieces, "reasoning")
+    calls = [
+        _call(piece.id, piece.text, joined(pieces, "arguments", piece.index))
+        for piece in pieces
+        if piece.kind == "call"
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def delta_of(piece: Piece) -> dict[str, Any]:
+    """What a streamed chat adds to the message by one piece."""
+    if piece.kind == "call":
+        return {"tool_calls": [{"index": piece.index, **_call(piece.id, piece.text, "")}]}
+    if piece.kind == "arguments":
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+    return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def sse(body: dict[str, Any]) -> str:
@@ -158,7 +228,7 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[str]]) -> tuple[bool, list[str]]:
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[T]]) -> tuple[bool, list[T]]:
     """(True, result of `work`), or (False, []) if the client disconnects first, which cancels `work`."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(http))

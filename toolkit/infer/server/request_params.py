@@ -15,7 +15,10 @@ from toolkit.infer.server.openai_protocol import GenerationFields
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
+logger = get_logger(__name__)
+
 FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # setting -> OpenAI's name, where it differs
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 
 def request_params(body: GenerationFields, defaults: DefaultSampling, room: int) -> SamplingParams:
@@ -39,9 +42,11 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
             stop_ids=body.stop_token_ids,
             stop=body.stops,
             logprobs=body.most_logprobs,
+            json_schema=body.schema_of_answer,
+            regex=body.regex,
         )
     except SamplingError as error:
-        raise wrong_setting(error) from error
+        raise wrong_setting(error, body) from error
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
@@ -53,14 +58,12 @@ def for_answer(params: SamplingParams, index: int) -> SamplingParams:
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 
 
-def wrong_setting(error: SamplingError) -> ApiError:
+def wrong_setting(error: SamplingError, body: GenerationFields) -> ApiError:
     """The 400 for an invalid sampling setting."""
-    return ApiError(400, str(error), param=FIELD_OF.get(error.field, error.field), code="invalid_value")
-
-
-logger = get_logger(__name__)
-
-NOT_APPLIED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
+    param = FIELD_OF.get(error.field, error.field)
+    if param == "json_schema" and body.json_schema is None:
+        param = "tools" if getattr(body, "forced", False) else "response_format"
+    return ApiError(400, str(error), param=param, code="invalid_value")
 
 
 @dataclass(frozen=True)

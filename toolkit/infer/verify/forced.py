@@ -30,6 +30,7 @@ from torch import Tensor
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.token_distribution import Stream, round_uniform
 
 NO_TOKEN = -1  # equals no choice
@@ -104,7 +105,7 @@ class ForcedAcceptance:
 @cache  # never freed: recorded rounds read it
 def _on_device(rates: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the rates, [D] fp64. A copy to the device cannot be recorded."""
-    return torch.tensor(rates, dtype=torch.float64, device=device)
+    return upload(rates, device, torch.float64)
 
 
 class ForcedAnswers:
@@ -114,7 +115,7 @@ class ForcedAnswers:
         answers = [torch.tensor(one.forced_ids or [NO_TOKEN]) for one in requests]
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=NO_TOKEN)
         self._ids = padded.to(device)  # [B, L]
-        self._begins = torch.tensor([[len(one.prompt_ids)] for one in requests], device=device)
+        self._begins = upload([[len(one.prompt_ids)] for one in requests], device)
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> ForcedAnswers | None:

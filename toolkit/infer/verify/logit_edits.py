@@ -15,7 +15,7 @@ committed already and is not counted twice:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 
 
 def penalises(params: SamplingParams) -> bool:
@@ -46,7 +47,7 @@ class LogitEdits:
     """
 
     def __init__(self, requests: Sequence[Request], rows: Sequence[int], vocab_size: int, device: torch.device) -> None:
-        self.rows = torch.tensor(rows, dtype=torch.long, device=device)
+        self.rows = upload(rows, device, torch.long)
         self._requests = [requests[row] for row in rows]
         size = (len(rows), vocab_size)
         self._counts = torch.zeros(size, dtype=torch.float32, device=device)  # of each token in the answer
@@ -54,29 +55,34 @@ class LogitEdits:
         self._bias = torch.zeros(size, dtype=torch.float32, device=device)
         self._stops = torch.zeros(size, dtype=torch.bool, device=device)
         self._read = [0] * len(rows)  # answer tokens counted
-        self._known: list[set[int]] = []
-        for row, request in enumerate(self._requests):
-            bias = request.params.biases
-            stops = [token for token in request.stop_set if token < vocab_size]
-            prompt = request.prompt_ids if request.params.repetition_penalty != 1 else []
-            self._bias[row, list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-            self._stops[row, stops] = True
-            self._in_prompt[row, prompt] = True
-            self._known.append({*bias, *stops, *prompt})
+        biases = [request.params.biases for request in self._requests]
+        stops = [[token for token in request.stop_set if token < vocab_size] for request in self._requests]
+        prompts = [one.prompt_ids if one.params.repetition_penalty != 1 else [] for one in self._requests]
+        added = [value for bias in biases for value in bias.values()]
+        self._bias[self._places(biases)] = upload(added, device, torch.float32)
+        self._stops[self._places(stops)] = True
+        self._in_prompt[self._places(prompts)] = True
+        self._known = [{*one[0], *one[1], *one[2]} for one in zip(biases, stops, prompts, strict=True)]
         self._candidates = self._padded([sorted(known) for known in self._known])
         self._settings(device)
+
+    def _places(self, ids: Sequence[Iterable[int]]) -> tuple[Tensor, Tensor]:
+        """Returns the rows and ids of all entries of `ids`, which has a collection for each row."""
+        pairs = [(row, one) for row, some in enumerate(ids) for one in some]
+        rows, tokens = upload(pairs, self.rows.device, torch.long).view(-1, 2).unbind(dim=1)
+        return rows, tokens
 
     def _settings(self, device: torch.device) -> None:
         params = [request.params for request in self._requests]
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+            return upload(values, device, torch.float32)[:, None, None]
 
         self._repetition = column([p.repetition_penalty for p in params])
         self._frequency = column([p.frequency_penalty for p in params])
         self._presence = column([p.presence_penalty for p in params])
         first = [len(r.prompt_ids) + r.params.min_tokens for r in self._requests]
-        self._stops_from = torch.tensor(first, device=device)[:, None]  # the first position where a stop id is allowed
+        self._stops_from = upload(first, device)[:, None]  # the first position where a stop id is allowed
 
     def apply(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int) -> None:
         """Edits logits in place: [R, n, V] fp32, at the nodes first .. first+n-1 of the edited rows.
@@ -106,21 +112,18 @@ class LogitEdits:
 
     def _follow(self) -> None:
         """Counts the tokens that the answers got since the last call."""
+        written: list[list[int]] = []
         fresh: list[list[int]] = []
-        rows: list[int] = []
-        tokens: list[int] = []
         for row, request in enumerate(self._requests):
             new = request.output_ids[self._read[row] :] if penalises(request.params) else []
             self._read[row] += len(new)
-            rows += [row] * len(new)
-            tokens += new
+            written.append(new)
             fresh.append(sorted(set(new) - self._known[row]))
             self._known[row].update(new)
-        if not tokens:
+        if not any(written):
             return
-        at = torch.tensor([rows, tokens], device=self._counts.device)
-        one = torch.ones(len(tokens), device=self._counts.device)
-        self._counts.index_put_((at[0], at[1]), one, accumulate=True)
+        places = self._places(written)
+        self._counts.index_put_(places, torch.ones(len(places[0]), device=self._counts.device), accumulate=True)
         if any(fresh):
             self._candidates = torch.cat((self._candidates, self._padded(fresh)), dim=1)
 
@@ -128,4 +131,4 @@ class LogitEdits:
         """Returns ids as [R, longest], padded with id 0. The edit of token 0 is right in every row."""
         longest = max(len(row) for row in ids)
         filled = [row + [0] * (longest - len(row)) for row in ids]
-        return torch.tensor(filled, dtype=torch.long, device=self.rows.device).view(len(ids), longest)
+        return upload(filled, self.rows.device, torch.long).view(len(ids), longest)

@@ -26,7 +26,9 @@ from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob
+from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.forced import ForcedAnswers
+from toolkit.infer.verify.grammar_masks import GrammarMasks
 from toolkit.infer.verify.logit_edits import LogitEdits, holds_stops, is_edited
 from toolkit.infer.verify.token_distribution import RowDistributions
 from toolkit.infer.verify.verifiers import TARGET, Verifier, VerifyResult
@@ -67,20 +69,27 @@ class NodeSampler(Protocol):
 class Sampler:
     """The sampling parameters of the running rows as tensors. Built when the rows change, used in every step.
 
-    Rows without penalties, bias or min_tokens skip the edits; greedy rows skip the draws.
+    Rows without penalties, bias, min_tokens and grammar skip the edits; greedy rows skip the draws. Call `cut` on every
+    tree before the target reads it.
     """
 
     def __init__(
         self, requests: Sequence[Request], vocab_size: int, device: torch.device, verifier: Verifier = TARGET
     ) -> None:
         params = [request.params for request in requests]
-        edited = [row for row, request in enumerate(requests) if is_edited(request)]
+        edited = [row for row, one in enumerate(requests) if is_edited(one) or one.grammar is not None]
         self._plain_rows = _Rows([p if row not in edited else GREEDY for row, p in enumerate(params)], verifier, device)
-        self._edits: LogitEdits | None = None
+        self._edits = self._masks = None
+        self._edited: Tensor | None = None
         if edited:
-            self._edits = LogitEdits(requests, edited, vocab_size, device)
+            self._edited = upload(edited, device, torch.long)
             self._edited_rows = _Rows([params[row] for row in edited], verifier, device, edited)
+        if any(map(is_edited, requests)):
+            self._edits = LogitEdits(requests, edited, vocab_size, device)
+        if any(one.grammar is not None for one in requests):
+            self._masks = GrammarMasks(requests, edited, vocab_size, device)
         self._asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._asking_rows = upload(self._asking, device, torch.long)
         self._most = max((p.logprobs or 0 for p in params), default=0)
         self._holding = [request for request in requests if holds_stops(request)]
         self._forced = ForcedAnswers.of(requests, device)
@@ -90,20 +99,27 @@ class Sampler:
         """True after a row has reached its min_tokens: a new Sampler may skip the edits of this row."""
         return any(not holds_stops(request) for request in self._holding)
 
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Returns the tree without drafts outside of the rows' grammars."""
+        return tree if self._masks is None else self._masks.cut(tree)
+
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
         """See `NodeSampler`."""
         tokens = self._plain_rows(logits, positions, tree)
-        if self._edits is not None:
-            rows = self._edits.rows
+        if self._edited is not None:
+            rows = self._edited
             changed = logits[rows].float()
-            self._edits.apply(changed, positions[rows], tree, first)
+            if self._edits is not None:
+                self._edits.apply(changed, positions[rows], tree, first)
+            if self._masks is not None:
+                self._masks.apply(changed, tree, first)
             tokens = tokens.index_copy(0, rows, self._edited_rows(changed, positions[rows], tree))
         if self._forced is not None:
             tokens = self._forced(tokens, positions)
         if not self._asking:
             return Choices(tokens, None)
-        asked = NodeLogprobs.of(self._asking, self._most, logits[self._asking], tokens[self._asking])
-        return Choices(tokens, asked)
+        rows = self._asking_rows
+        return Choices(tokens, NodeLogprobs.of(self._asking, rows, self._most, logits[rows], tokens[rows]))
 
 
 class _Rows:
@@ -117,9 +133,9 @@ class _Rows:
         numbers: Sequence[int] | None = None,
     ) -> None:
         hot = [row for row, settings in enumerate(params) if settings.temperature > 0]
-        self._hot = torch.tensor(hot, dtype=torch.long, device=device)
+        self._hot = upload(hot, device, torch.long)
         self._all_hot = len(hot) == len(params)
-        self._numbers = self._hot if numbers is None else torch.tensor(numbers, device=device)[self._hot]
+        self._numbers = self._hot if numbers is None else upload(numbers, device)[self._hot]
         self._distributions = RowDistributions([params[row] for row in hot], device)
         self._choose = verifier.choose
 
@@ -142,22 +158,23 @@ def greedy(logits: Tensor) -> Tensor:
 class NodeLogprobs:
     """Log-probabilities at every node of the rows that asked.
 
-    rows: their row numbers in the batch. chosen [R, N]: of the token chosen. top, ids [R, N, K]: the K most probable
-    tokens.
+    rows: their row numbers in the batch; at [R]: the same on the device. chosen [R, N]: of the token chosen. top, ids
+    [R, N, K]: the K most probable tokens.
     """
 
     rows: Sequence[int]
+    at: Tensor
     chosen: Tensor
     top: Tensor
     ids: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[int], most: int, logits: Tensor, tokens: Tensor) -> NodeLogprobs:
+    def of(cls, rows: Sequence[int], at: Tensor, most: int, logits: Tensor, tokens: Tensor) -> NodeLogprobs:
         """Computes them. logits [R, n, V] of any floating type; tokens [R, n]: the tokens chosen; most: K."""
         values = logits.float()
-        whole = values.logsumexp(dim=-1, keepdim=True)
-        top, ids = values.topk(min(most, values.shape[-1]), dim=-1)
-        return cls(rows, values.gather(2, tokens[:, :, None]).squeeze(2) - whole.squeeze(2), top - whole, ids)
+        ids = values.topk(min(most, values.shape[-1]), dim=-1).indices
+        values = values.log_softmax(dim=-1)  # by row: the bits of logsumexp depend on the other rows
+        return cls(rows, at, values.gather(2, tokens[:, :, None]).squeeze(2), values.gather(2, ids), ids)
 
     @classmethod
     def joined(cls, parts: Sequence[NodeLogprobs]) -> NodeLogprobs:
@@ -165,11 +182,11 @@ class NodeLogprobs:
         chosen, top, ids = (
             torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("chosen", "top", "ids")
         )
-        return cls(parts[0].rows, chosen, top, ids)
+        return cls(parts[0].rows, parts[0].at, chosen, top, ids)
 
     def extra(self, path: Tensor) -> Tensor:
         """Returns the entries of the nodes on `path` [B, A] as int64 of one dimension (`extra` of `read_result`)."""
-        path = path[list(self.rows)]
+        path = path[self.at]
         wide = path[:, :, None].expand(-1, -1, self.top.shape[2])
         chosen, top, ids = self.chosen.gather(1, path)[:, :, None], self.top.gather(1, wide), self.ids.gather(1, wide)
         bits = torch.cat((chosen, top), dim=2).contiguous().view(torch.int32).long()  # fp32 bits, not rounded

@@ -43,7 +43,7 @@ from torch import Tensor
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
@@ -173,8 +173,26 @@ class Verifier:
 
     def draws_for(self, request: Request) -> bool:
         """Returns whether the head draws the drafts of this request."""
-        drawn = self.draws_drafts and request.params.temperature > 0
-        return drawn and not (self.keeps_seeds and request.states_seed)
+        own = self if request.verify is None else VERIFIERS[request.verify]
+        drawn = own.draws_drafts and request.params.temperature > 0
+        return drawn and not (own.keeps_seeds and request.states_seed)
+
+    def of_request(self, name: str | None) -> str | None:
+        """Returns the rule of a request that asks for `name`; None for this one.
+
+        The drafts of a batch are accepted by one rule, and any row of it can leave the choice to the target. So a
+        request may ask for "target", for this rule, and for "auto": this rule unless the request states a seed.
+        Raises VerifyError for another name.
+        """
+        if name is None or name == self.name or (name == AUTO.name and not self.draws_drafts):
+            return None
+        possible = [one.name for one in VERIFIERS.values() if one is TARGET or one.choose is self.choose]
+        if name in possible:
+            return name
+        raise VerifyError(
+            f"a request has verify {name!r}, and this engine verifies by {self.name}: a request may ask for "
+            f"{' or '.join(possible)}"
+        )
 
     def check_shape(self, shape: DraftShape) -> None:
         """Raises `DraftShapeError` if `shape` is a tree and the rule needs a chain."""
@@ -194,7 +212,7 @@ def nodes_at_once(rows: int, nodes: int, *, drawn: bool) -> int:
 TARGET = Verifier("target", target_draws, draws_drafts=False)
 REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
 BLOCK = Verifier("block", by(block), draws_drafts=True)
-AUTO = Verifier("auto", by(block), draws_drafts=True, keeps_seeds=True)
+AUTO = Verifier("auto", BLOCK.choose, draws_drafts=True, keeps_seeds=True)
 VERIFIERS = {verifier.name: verifier for verifier in (AUTO, TARGET, REJECTION, BLOCK)}
 
 

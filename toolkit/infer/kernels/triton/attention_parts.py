@@ -1,13 +1,13 @@
 """Triton kernels of paged attention; `paged_attention.py` launches them.
 
 Shapes: B rows, N queries per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
-values, M nodes per row, W words of an ancestor mask, S parts of a row's keys.
+values, M nodes per row, S parts of a row's keys.
 
 The N * G queries of one key head are the rows of tiles (row n * G + g), so that a tile reads each key once. The keys
 are split into parts, which are merged by log-sum-exp (flash-decoding, arXiv 2311.01282):
 
     keys of a row     committed ...........................  nodes
-    programs          part 0 | part 1 | .. | part S-2        part S-1 with the ancestor bits as mask   (trees)
+    programs          part 0 | part 1 | .. | part S-2        part S-1 under the ancestor mask          (trees)
                       part 0 | part 1 | .. | part S-1                                                 (causal)
     merge             out = sum_s 2^(lse_s - lse) out_s,  lse = log2(sum_s 2^lse_s + 2^sink)
 
@@ -21,6 +21,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Of fp32: each factor is the sum of two tf32 numbers, which tensor cores multiply with the error of fp32. "ieee" would
+# multiply on the other cores, with so many registers that tens of KB of them are spilled.
+PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
@@ -34,7 +37,7 @@ def _fold(
     keys, values: pointers to this key head in entry 0. entry, value_entry: elements from one entry to the next.
     inside: positions that exist; other positions are not read. allowed [rows, positions]. Scores are in log2 units.
     """
-    page = tl.load(table + position // page_size, mask=inside, other=0)
+    page = tl.load(table + position // page_size, mask=inside, other=0).to(tl.int64)
     place = page * page_size + position % page_size
     dim, value_dim = tl.arange(0, wide), tl.arange(0, value_wide)
     k = tl.load(keys + place[None, :] * entry + dim[:, None], mask=inside[None, :] & (dim < width)[:, None], other=0.0)
@@ -44,7 +47,7 @@ def _fold(
     )  # fmt: skip
     if upcast:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if softcap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1); an overflow of e^2x gives the correct limit.
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * LOG2E
@@ -55,7 +58,7 @@ def _fold(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
     total = total * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return newest, total, acc
 
 
@@ -70,7 +73,7 @@ def _load_queries(
     head = (group % kv_heads) * groups + folded % groups
     real = number < queries
     dim = tl.arange(0, wide)
-    begin = q + (group // kv_heads).to(tl.int64) * q_row + head * q_head + number.to(tl.int64) * q_new
+    begin = q + (group // kv_heads).to(tl.int64) * q_row + head.to(tl.int64) * q_head + number.to(tl.int64) * q_new
     loaded = tl.load(begin[:, None] + dim[None, :], mask=real[:, None] & (dim < width)[None, :], other=0.0)
     if upcast:
         loaded = loaded.to(tl.float32)
@@ -104,14 +107,14 @@ def _leave(
         tl.store(part_lse + place, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "pages", "part_count"])
 def causal_parts(
     q, keys, values, table, starts, sinks, parts, part_lse, q_row, q_head, q_new, queries, kv_heads, pages, part_count,
     scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr, width: tl.constexpr,
     value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     whole: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     loaded, number, real = _load_queries(
         q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
@@ -144,14 +147,14 @@ def causal_parts(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mask_row", "mask_new", "depth_row", "queries", "nodes", "pages", "part_count"])
 def tree_parts(
-    q, keys, values, table, lengths, bits, depths, parts, part_lse, q_row, q_head, q_new, bit_row, bit_new, depth_row,
+    q, keys, values, table, lengths, mask, depths, parts, part_lse, q_row, q_head, q_new, mask_row, mask_new, depth_row,
     queries, nodes, kv_heads, pages, part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr,
     width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
     block: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     loaded, number, real = _load_queries(
         q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
@@ -180,14 +183,12 @@ def tree_parts(
             table + row.to(tl.int64) * pages, page_size, kv_heads * width, kv_heads * value_width, width, value_width,
             wide, value_wide, scale, softcap, upcast,
         )  # fmt: skip
-    bits += row.to(tl.int64) * bit_row + number.to(tl.int64) * bit_new
+    mask += row.to(tl.int64) * mask_row
     for first_node in range(0, tl.where(part == part_count - 1, nodes, 0), block):
         node = first_node + tl.arange(0, block)
         inside = node < nodes
-        # A block of nodes is within one word, since its size divides 64.
-        word = tl.load(bits + first_node // 64, mask=real, other=0)
-        kin = (word[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1
-        allowed = inside[None, :] & (kin != 0)
+        of_node = (number * mask_new)[:, None] + node[None, :]
+        allowed = tl.load(mask + of_node, mask=real[:, None] & inside[None, :], other=0) != 0
         if window is not None:
             below = tl.load(depths + row * depth_row + node, mask=inside, other=0).to(tl.int32)
             allowed = allowed & (stands[:, None] - (length + below)[None, :] < window)
@@ -202,16 +203,17 @@ def tree_parts(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "part_count"])
 def merge_parts(
     parts, part_lse, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr, value_width: tl.constexpr,
     value_wide: tl.constexpr, parts_wide: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts [S, Dv] of one query of one head, weighted by their log-sum-exps."""
-    folded, group = tl.program_id(0), tl.program_id(1)
+    number = tl.program_id(0)
+    group, folded = number // (queries * groups), number % (queries * groups)
     head = (group % kv_heads) * groups + folded % groups
     part, value_dim = tl.arange(0, parts_wide), tl.arange(0, value_wide)
-    begin = (group.to(tl.int64) * (queries * groups) + folded) * part_count
+    begin = number.to(tl.int64) * part_count
     lse = tl.load(part_lse + begin + part, mask=part < part_count, other=float("-inf"))
     best = tl.max(lse, axis=0)
     if sinks is not None:

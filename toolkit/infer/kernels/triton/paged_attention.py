@@ -1,7 +1,7 @@
-"""`paged_reference` in Triton: attention for prompts, decoding and trees, and the write of new keys and values.
+"""`paged_reference` in Triton: attention for prompts, decoding and trees. The kernels are in attention_parts.py.
 
-Shapes: B rows, N queries (new positions) per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries
-and keys, Dv of values, W words of an ancestor mask, E entries. The attention kernels are in attention_parts.py.
+Shapes: B rows, N queries (new positions) per row, M nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head
+dim of queries and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from toolkit.infer.kernels.paged_reference import WORD, Pages, Scoring
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.triton.attention_parts import LOG2E, causal_parts, merge_parts, tree_parts
 
 PART_KEYS = 256  # minimum number of keys per part, if there are enough keys
 MAX_PARTS = 64
-ROW_BYTES, KEY_BYTES = 32768, 16384  # of a tile's queries; of its keys (and again of its values) in one stage
+# By bytes of an element: keys of a tile at most, and elements of its queries or scores, which are fewer in fp32, since
+# tf32x3 keeps two parts of every factor in registers.
+MAX_BLOCK, MAX_TILE = {2: 64, 4: 32}, {2: 16384, 4: 4096}
+KEY_BYTES = 16384  # of a tile's keys (and again of its values) in one stage
 MAX_WIDTH = 256  # of a head; a wider head leaves no room for a tile
 MIN_TILE = 16  # the minimum of tl.dot on a GPU; Triton's interpreter would accept less
 # Triton's interpreter computes wrong results in bf16: convert to fp32 right after every load.
@@ -32,7 +34,7 @@ def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> 
     parts = launch.part_count(pages.span)
     out, part_out, part_lse = launch.outputs(parts)
     whole = parts == 1
-    causal_parts[(launch.tiles, launch.programs, parts)](
+    causal_parts[(launch.programs, launch.tiles, parts)](
         launch.q, pages.keys, pages.values, pages.table, starts, scoring.sinks if whole else None,
         out if whole else part_out, part_lse, *launch.q.stride()[:3], launch.queries, launch.kv_heads,
         pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window, whole=whole, **launch.constants,
@@ -43,18 +45,20 @@ def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> 
 
 
 def attend_tree(
-    q: Tensor, pages: Pages, lengths: Tensor, bits: Tensor, nodes: int, depths: Tensor | None, scoring: Scoring
+    q: Tensor, pages: Pages, lengths: Tensor, mask: Tensor, depths: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """q [B, Hq, N, D] of the newest N of `nodes` nodes -> [B, N, Hq, Dv]; lengths [B], bits [B, N, W]."""
+    """q [B, Hq, N, D] of the newest N of M nodes -> [B, N, Hq, Dv]; lengths [B], mask [B, N, M], depths [B, M]."""
     assert scoring.window is None or depths is not None, "a window needs the nodes' depths"
+    nodes = mask.shape[2]
+    assert mask.stride(2) == 1 or nodes == 1
     launch = _Launch(q, pages, scoring)
     parts = 1 + launch.part_count(pages.span - nodes, beside=1)
     out, part_out, part_lse = launch.outputs(parts)
-    tree_parts[(launch.tiles, launch.programs, parts)](
-        launch.q, pages.keys, pages.values, pages.table, lengths, bits, depths, part_out, part_lse,
-        *launch.q.stride()[:3], *bits.stride()[:2], 0 if depths is None else depths.stride(0), launch.queries, nodes,
-        launch.kv_heads, pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window,
-        **launch.constants,
+    tree_parts[(launch.programs, launch.tiles, parts)](
+        launch.q, pages.keys, pages.values, pages.table, lengths, mask.view(torch.uint8), depths, part_out,
+        part_lse, *launch.q.stride()[:3], *mask.stride()[:2], 0 if depths is None else depths.stride(0),
+        launch.queries, nodes, launch.kv_heads, pages.table.shape[1], parts, launch.scale, scoring.softcap,
+        scoring.window, **launch.constants,
     )  # fmt: skip
     launch.merge(part_out, part_lse, parts, out)
     return out
@@ -71,17 +75,17 @@ class _Launch:
         self._shape = (rows, self.queries, heads, value_width)
         wide, self._value_wide = (max(MIN_TILE, triton.next_power_of_2(one)) for one in (width, value_width))
         assert max(wide, self._value_wide) <= MAX_WIDTH, f"heads of {width} and {value_width} leave no room for a tile"
-        row_bytes = max(wide, self._value_wide) * q.element_size()
-        folded = self.queries * self._groups
-        tile = max(MIN_TILE, min(triton.next_power_of_2(folded), ROW_BYTES // row_bytes))
-        block = max(MIN_TILE, min(WORD, KEY_BYTES // row_bytes))
+        size, widest, folded = q.element_size(), max(wide, self._value_wide), self.queries * self._groups
+        block = max(MIN_TILE, min(MAX_BLOCK[size], KEY_BYTES // (widest * size)))
+        largest = MAX_TILE[size] // max(widest, block)
+        tile = max(MIN_TILE, min(triton.next_power_of_2(folded), largest))
         self.tiles, self.programs = triton.cdiv(folded, tile), rows * self.kv_heads
         self.scale = scoring.scaling * LOG2E.value if scoring.softcap is None else scoring.scaling / scoring.softcap
         self.constants = {
             "page_size": pages.page_size, "groups": self._groups, "width": width, "value_width": value_width,
             "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST,
-            "num_warps": 8 if tile * self._value_wide >= 128 * 128 else 4,
-            "num_stages": min(4, 2 * KEY_BYTES // (block * row_bytes)),
+            "num_warps": 8 if tile == largest else 4,
+            "num_stages": min(4, 2 * KEY_BYTES // (block * widest * size)),
         }  # fmt: skip
 
     def part_count(self, keys: int, beside: int = 0) -> int:
@@ -102,7 +106,7 @@ class _Launch:
         return out, part_out, torch.empty(shape, dtype=torch.float32, device=device)
 
     def merge(self, part_out: Tensor | None, part_lse: Tensor | None, parts: int, out: Tensor) -> None:
-        merge_parts[(self.queries * self._groups, self.programs)](
+        merge_parts[(self.programs * self.queries * self._groups,)](
             part_out, part_lse, self._scoring.sinks, out, self.queries, self.kv_heads, parts, groups=self._groups,
             value_width=self._value_width, value_wide=self._value_wide, parts_wide=triton.next_power_of_2(parts),
         )  # fmt: skip
@@ -112,40 +116,3 @@ class _Launch:
 def _processors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU; an H200's number for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-WRITTEN = 1024  # elements of a position's keys, and of its values, that one program copies
-
-
-@triton.jit
-def _copy(store, place, entry, head_stride, stride, at, heads, width: tl.constexpr):
-    """Copy elements `at` of one position's heads * width from `entry` to its place in the store."""
-    inside = at < heads * width
-    numbers = tl.load(entry + (at // width) * head_stride + (at % width) * stride, mask=inside)
-    tl.store(store + place * heads * width + at, numbers, mask=inside)
-
-
-@triton.jit
-def _write_entries(
-    key_store, value_store, keys, values, places, new, heads,
-    k_row, k_new, k_head, k_one, v_row, v_new, v_head, v_one,
-    key_width: tl.constexpr, value_width: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64)
-    row, position = number // new, number % new
-    place = tl.load(places + number)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    _copy(key_store, place, keys + row * k_row + position * k_new, k_head, k_one, at, heads, key_width)
-    _copy(value_store, place, values + row * v_row + position * v_new, v_head, v_one, at, heads, value_width)
-
-
-def write_kv(key_store: Tensor, value_store: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Write keys [B, N, Hkv, D] to key_store [E, Hkv, D] at entries places [B, N] int64; values [.., Dv] likewise."""
-    rows, new, heads, width = keys.shape
-    value_width = values.shape[3]
-    assert key_store.is_contiguous() and value_store.is_contiguous() and places.is_contiguous()
-    grid = (rows * new, triton.cdiv(heads * max(width, value_width), WRITTEN))
-    _write_entries[grid](
-        key_store, value_store, keys, values, places, new, heads, *keys.stride(), *values.stride(),
-        key_width=width, value_width=value_width, block=WRITTEN,
-    )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 CHUNK = 4096  # logits per load
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _top_of_chunks(logits, top, ids, peaks, sums, row_stride, vocabulary, k, chunk: tl.constexpr):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     here = part * chunk + tl.arange(0, chunk)
@@ -38,7 +38,7 @@ def _top_of_chunks(logits, top, ids, peaks, sums, row_stride, vocabulary, k, chu
         tl.store(ids + (row * parts + part) * k + place, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _top_of_rows(
     top, ids, peaks, sums, scores, tokens, vocabulary, k, parts, wide: tl.constexpr, parts_wide: tl.constexpr
 ):

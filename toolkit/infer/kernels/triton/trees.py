@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.infer.kernels.tree_reference import Followed, Ranked
+from toolkit.infer.kernels.tree_reference import Beams, Candidates, Followed, Ranked
+from toolkit.infer.request.upload import upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
 LANES = 128  # candidates that one program converts to nodes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "longest"])
 def _follow(tokens, parents, depths, valid, choices, numbers, nodes, longest, lanes: tl.constexpr):
     """Follow one row's path; each step searches all nodes in parallel for the child with the chosen token."""
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +77,7 @@ def follow_choices(
     return followed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "kept_count"])
 def _number_nodes(scores, ranks, numbers, candidates, kept_count, wide: tl.constexpr, compared: tl.constexpr):
     """Rank one row's candidates by score (the earlier one first on a tie) and number the nodes of the kept ones."""
     row = tl.program_id(0).to(tl.int64)
@@ -95,7 +96,7 @@ def _number_nodes(scores, ranks, numbers, candidates, kept_count, wide: tl.const
     tl.store(numbers + row * candidates + candidate, number, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "nodes", "deepest"])
 def _make_nodes(
     roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths, mask, valid,
     candidates, nodes, deepest, lanes: tl.constexpr,
@@ -148,7 +149,7 @@ def rank_candidates(
     rows, candidates = tokens.shape
     device, most = tokens.device, max(nodes)
     uniform = min(nodes) == most
-    limits = None if uniform else torch.tensor(nodes, device=device)
+    limits = None if uniform else upload(nodes, device)
     ranks, numbers = (torch.empty(rows, candidates, dtype=torch.int32, device=device) for _ in range(2))
     node_tokens, node_parents, depths = (torch.empty(rows, most, dtype=torch.long, device=device) for _ in range(3))
     mask = torch.zeros(rows, most, most, dtype=torch.bool, device=device)
@@ -163,3 +164,67 @@ def rank_candidates(
         mask.view(torch.uint8), valid.view(torch.uint8), candidates, most, deepest, lanes=LANES,
     )  # fmt: skip
     return Ranked(node_tokens, node_parents, depths, mask, valid)
+
+
+@triton.jit(do_not_specialize=["count", "k", "found", "first", "sees_row", "sees_beam", "node", "seen"])
+def _grow(
+    log_probs, ids, to_target, beam_numbers, beam_scores, beam_sees, found_tokens, found_parents, found_scores, widths,
+    tokens, parents, numbers, scores, sees, count, k, found, first, sees_row, sees_beam, node, seen,
+    wide: tl.constexpr, lanes: tl.constexpr, keep: tl.constexpr,
+):  # fmt: skip
+    """Write the children of one row's beams, and the k best of them as its next beams."""
+    row = tl.program_id(0).to(tl.int64)
+    child = tl.arange(0, wide)
+    inside = child < count * k
+    beam = row * count + child // k
+    width = k
+    if widths is not None:
+        width = tl.load(widths + row).to(tl.int32)
+    here = row * (count * k) + child
+    score = tl.load(log_probs + here, mask=inside, other=float("-inf"))
+    score += tl.load(beam_scores + beam, mask=inside, other=0.0)
+    score = tl.where(child % k < width, score, float("-inf"))
+    token = tl.load(to_target + tl.load(ids + here, mask=inside, other=0), mask=inside, other=0)
+    candidate = row * found + first + child
+    tl.store(found_tokens + candidate, token, mask=inside)
+    tl.store(found_parents + candidate, tl.load(beam_numbers + beam, mask=inside, other=0), mask=inside)
+    tl.store(found_scores + candidate, score, mask=inside)
+    if keep:
+        left, at = inside, tl.arange(0, lanes)
+        for place in range(0, k):
+            best = tl.max(tl.where(left, score, float("-inf")), axis=0)
+            chosen = tl.min(tl.where(left & (score == best), child, wide), axis=0)
+            left = left & (child != chosen)
+            above, new = chosen // k, row * k + place
+            tl.store(tokens + new, tl.sum(tl.where(child == chosen, token, 0), axis=0))
+            tl.store(parents + new, above.to(tl.int64))
+            tl.store(numbers + new, (first + chosen).to(tl.int64))
+            tl.store(scores + new, tl.where(place < width, best, float("-inf")))
+            of_parent = tl.load(beam_sees + row * sees_row + above * sees_beam + at, mask=at < seen, other=0)
+            tl.store(sees + new * seen + at, tl.where(at == node + place, 1, of_parent), mask=at < seen)
+
+
+def grow_beams(
+    beams: Beams,
+    log_probs: Tensor,
+    ids: Tensor,
+    to_target: Tensor,
+    found: Candidates,
+    first: int,
+    widths: Tensor | None,
+    node: int | None,
+) -> Beams:
+    """Write the children log_probs, ids [B, n, k] of `beams` to `found` [B, C] from `first` on; return the k best."""
+    rows, count, k = ids.shape
+    device, seen = ids.device, beams.sees.shape[2]
+    tokens, parents, numbers = (torch.empty(rows, k, dtype=torch.long, device=device) for _ in range(3))
+    scores = torch.empty(rows, k, dtype=torch.float32, device=device)
+    sees = torch.empty(rows, k, seen, dtype=torch.bool, device=device)
+    wide = max(16, triton.next_power_of_2(count * k))
+    _grow[(rows,)](
+        log_probs.contiguous(), ids.contiguous(), to_target, beams.numbers, beams.scores, beams.sees.view(torch.uint8),
+        *found, widths, tokens, parents, numbers, scores, sees.view(torch.uint8), count, k, found.tokens.shape[1],
+        first, *beams.sees.stride()[:2], node or 0, seen, wide=wide, lanes=max(16, triton.next_power_of_2(seen)),
+        keep=node is not None, num_warps=1 if wide <= 64 else 4,
+    )  # fmt: skip
+    return beams if node is None else Beams(tokens, parents, numbers, scores, sees)

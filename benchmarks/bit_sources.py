@@ -1,0 +1,203 @@
+"""Which operations round a token's numbers by what is computed beside it.
+
+    python benchmarks/bit_sources.py --target smollm2-135m [--draft runs/NAME/ckpt] [--deterministic]
+
+One request is answered alone, and then under other schedules: in parts, beside other requests, with drafts. Wherever an
+operation gets a token's numbers with the same bits and returns others, it is a source of differences. For every
+schedule the table has the kinds of such operations, the first of them, and for how many of the tokens they were one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from toolkit.bench.prompts import builtin_prompts
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine, device_of, load_models
+from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.infer.request.params import SamplingParams
+
+ATTENTION = "attention"
+# Options by schedule; `beside`: so many other requests.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "parts of 16": {"chunked_prefill_size": 16},
+    "parts of 64": {"chunked_prefill_size": 64},
+    "beside 7": {"max_running_requests": 8, "beside": 7},
+    "chain 4,1,5": {"shape": "4,1,5"},
+    "tree 4,4,16": {"shape": "4,4,16"},
+    "tree 5,8,32": {"shape": "5,8,32"},
+}
+
+
+class Event(NamedTuple):
+    """An operation of one forward: its name, kind, and the rows [B, N, ..] that it got and returned."""
+
+    name: str
+    kind: str
+    given: Tensor
+    returned: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward. ids, positions [B, N]; sees [B, N, N] bool."""
+
+    ids: Tensor
+    positions: Tensor
+    sees: Tensor
+    events: list[Event] = field(default_factory=list)
+
+
+# By position: the operations in order, each with the bits that it got and returned.
+Trace = dict[int, list[tuple[str, str, bytes, bytes]]]
+
+
+class Recorder:
+    """The forwards of an engine's target, as it runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.calls: list[Call] = []
+        self._forward, self._run = engine._forward, engine._forward.run_body
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        body = self._forward.target.body
+        leaves = [(path, one) for path, one in body.named_modules() if not list(one.children())]
+        handles = [one.register_forward_hook(self._hook(path)) for path, one in leaves]
+        self._forward.run_body = self._body
+        try:
+            yield
+        finally:
+            self._forward.run_body = self._run
+            for handle in handles:
+                handle.remove()
+
+    def _body(self, ids: Tensor, positions: Tensor, metadata: Any, states: Any) -> Tensor:
+        mask, nodes = getattr(metadata, "_node_mask", None), ids.shape[1]
+        causal = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(len(ids), -1, -1)
+        # A root's id is in a buffer of the rounds, which the next round overwrites.
+        self.calls.append(Call(ids.clone(), positions.clone(), causal if mask is None else mask.clone()))
+        return self._run(ids, positions, _Attending(metadata, self.calls[-1]), states)
+
+    def _hook(self, path: str) -> Any:
+        def keep(module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+            call, first = self.calls[-1], given[0] if given else None
+            out = torch.cat(returned, dim=-1) if isinstance(returned, tuple) else returned
+            if isinstance(first, Tensor) and first.shape[:2] == out.shape[:2] == call.ids.shape:
+                call.events.append(Event(path, type(module).__name__, first.clone(), out))
+
+        return keep
+
+    def trace(self, text: Sequence[int]) -> Trace:
+        """What was computed for the tokens of `text`, which the first request has read and written."""
+        found: Trace = {}
+        for call in self.calls:
+            at, ids = call.positions[0].tolist(), call.ids[0].tolist()
+            right = [place < len(text) and text[place] == token for place, token in zip(at, ids, strict=True)]
+            for node, place in enumerate(at):
+                seen = call.sees[0, node].nonzero().flatten().tolist()
+                if all(right[one] for one in seen) and (at[0] == 0 or place not in found):
+                    found[place] = [(one.name, one.kind, _bits(one.given, node), _bits(one.returned, node))
+                                    for one in call.events]  # fmt: skip
+        return found
+
+
+class _Attending:
+    """Attention metadata that keeps what its layers compute."""
+
+    def __init__(self, metadata: Any, call: Call) -> None:
+        self._metadata, self._call = metadata, call
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Any) -> Tensor:
+        out = self._metadata.attend(layer, q, k, v, scoring)
+        given = torch.cat([part.transpose(1, 2).flatten(2) for part in (q, k, v)], dim=-1)
+        self._call.events.append(Event(f"layers.{layer}", ATTENTION, given, out))
+        return out
+
+
+def _bits(rows: Tensor, node: int) -> bytes:
+    return rows[0, node].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def sources(one: Trace, other: Trace) -> tuple[Counter[str], str | None]:
+    """How often each kind of operation differs by itself, and the first one: in the order of the text, then of layers.
+
+    An attention's result differs by itself only where no earlier token's differed in this layer. What torch computes
+    between two modules counts as `before` the second."""
+    found: Counter[str] = Counter()
+    first, unequal_keys = None, set[str]()
+    for place in sorted(one.keys() & other.keys()):
+        clean = True  # nothing differed for this token yet
+        for (name, kind, given, returned), (_, _, given2, returned2) in zip(one[place], other[place], strict=True):
+            source = None
+            if given != given2:
+                source = f"before {kind}" if clean else None
+            elif returned != returned2 and not (kind == ATTENTION and name in unequal_keys):
+                source = kind
+            if kind == ATTENTION and given != given2:
+                unequal_keys.add(name)
+            clean = clean and given == given2 and returned == returned2
+            if source is not None:
+                found[source] += 1
+                first = first or f"{source} ({name}), token {place}"
+    return found, first
+
+
+def traced(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[list[int], Trace]:
+    """The first prompt's text, and the trace of its answer beside the others."""
+    recorder = Recorder(engine)
+    with recorder.recording():
+        request = engine.generate(prompts, params)[0]
+    engine.close()
+    text = [*request.prompt_ids, *request.output_ids]
+    return text, recorder.trace(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=24)
+    args = parser.parse_args()
+    config = EngineConfig(
+        target=args.target, draft=args.draft or "none", dtype=args.dtype, quantization=args.quantization,
+        deterministic=args.deterministic, prefix_cache=False, max_running_requests=1, adaptive=False,
+    )  # fmt: skip
+    target, draft = load_models(config, device_of(config))
+    asked = [one.turns[0] for one in builtin_prompts()]
+    texts = [" ".join(asked[first : first + 6]) for first in range(8)]
+    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    _, alone = traced(build_engine(config, target).engine, prompts[:1], params)
+    table = Table("schedule", "tokens", "first source", "sources (rows)")
+    for name, options in SCHEDULES.items():
+        if "shape" in options and draft is None:
+            continue
+        more = {key: value for key, value in options.items() if key != "beside"}
+        own = draft if "shape" in more else None
+        engine = build_engine(config.with_options(**more), target, own).engine
+        _, other = traced(engine, prompts[: 1 + options.get("beside", 0)], params)
+        found, first = sources(alone, other)
+        listed = ", ".join(f"{kind} {count}" for kind, count in found.most_common())
+        table.add_row(name, str(len(alone.keys() & other.keys())), first or "none", listed or "none")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

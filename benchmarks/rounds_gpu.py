@@ -1,0 +1,210 @@
+"""Rounds of the engine on a GPU, eager and recorded, with and without overlap: milliseconds, compilations, kernels.
+
+    python benchmarks/rounds_gpu.py --target llama --batch 1 [--kernels] [--device cpu --target tiny]
+
+Three targets of random weights (roofline_targets.py), whose drafts are accepted by chance to a forced accept_length:
+`llama` has the shape of Llama-3.1-8B, `small` that of SmolLM2-135M, where the host's work shows most, `tiny` is there
+to see that the script runs. engine_gpu.py measures a round part by part; this one says what a first request waits for
+(Triton's compilations and recordings), what overlap is worth and, with --kernels, how many kernels a round launches and
+which take the time. Writes benchmarks/results/rounds-<target>-<hardware>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_folder import leave
+from rich.console import Console
+from rich.table import Table
+from roofline_engines import HOWS, Mode, Ours, Sizes
+from roofline_measure import again
+from roofline_targets import FORCED, Subject
+from round_parts import Clock
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from toolkit.bench.records import make_record
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.verify.forced import ForcedAcceptance
+
+SHOWN, NAMED = 28, 70  # kernels of a round, letters of a kernel's name
+DEFINITIONS = {
+    "how": "eager; graph: recorded, a round is launched before the host has read the last one; graph-serial: recorded, "
+    "launched after",
+    "round_seconds": "of one round, host included; median over turns",
+    "first_turn_seconds": "of the first turn: compilations, recordings and the reading of the prompts included",
+    "compiled": "Triton kernels compiled so far in this row, and their seconds",
+    "kernels": "kernels and copies of one round on the device; seconds: of all of them; by_name: the longest",
+    "peak_memory_bytes": "largest allocation of the process so far",
+}
+
+
+class Compilations:
+    """Kernels that Triton compiles while it is listened to, and seconds."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def __call__(self, *, times: Any, cache_hit: bool, **_more: Any) -> None:
+        if not cache_hit:
+            self.count += 1
+            self.seconds += times.total / 1e6
+
+    @contextmanager
+    def listened_to(self) -> Iterator[None]:
+        try:
+            from triton import knobs
+        except ImportError:  # plain torch in the place of kernels: nothing is compiled
+            yield
+            return
+        knobs.compilation.listener = self
+        try:
+            yield
+        finally:
+            knobs.compilation.listener = None
+
+
+def measure(
+    subject: Subject, mode: Mode, batch: int, args: argparse.Namespace, clock: Clock, compiled: Compilations
+) -> dict[str, Any]:
+    """One row."""
+    sizes = Sizes(batch, max(map(len, subject.prompts)), args.rounds)
+    before, began = (compiled.count, compiled.seconds), time.perf_counter()
+    engine = Ours(subject, mode, sizes, clock, None if clock.on_device else again)
+    try:
+        engine.turn(subject.group(batch, 0))
+        first = time.perf_counter() - began
+        turns = [engine.turn(subject.group(batch, turn)) for turn in range(args.turns)]
+        seconds = statistics.median(turn.seconds / turn.rounds for turn in turns)
+        length = statistics.mean(turn.accept_length for turn in turns)
+        return {
+            "target": subject.name,
+            "batch": batch,
+            "how": mode.how,
+            "shape": "plain" if mode.shape is None else mode.shape.name,
+            "round_seconds": seconds,
+            "tokens_per_s": batch * length / seconds,
+            "accept_length": None if mode.shape is None else length,
+            "forced": None if mode.shape is None else subject.forced_length,
+            "first_turn_seconds": first,
+            "compiled": {"count": compiled.count - before[0], "seconds": compiled.seconds - before[1]},
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if clock.on_device else None,
+            "kernels": kernels_of(engine, subject, batch, args.rounds, clock) if args.kernels else None,
+        }
+    finally:
+        engine.close()
+
+
+def kernels_of(engine: Ours, subject: Subject, batch: int, rounds: int, clock: Clock) -> dict[str, Any]:
+    """Kernels and copies of one round. On a CPU, torch's operations stand for them."""
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.on_device else [])
+    profiler = profile(activities=kinds)
+
+    def end() -> None:
+        clock.wait()
+        profiler.__exit__(None, None, None)
+
+    engine.turn(subject.group(batch, 0), profiler.__enter__, end)
+    wanted = DeviceType.CUDA if clock.on_device else DeviceType.CPU
+    events = [event for event in profiler.events() if event.device_type == wanted]
+    count, spent = collections.Counter[str](), collections.Counter[str]()
+    for event in events:
+        name = event.name[:NAMED]
+        count[name] += 1
+        spent[name] += event.device_time if clock.on_device else event.self_cpu_time_total  # microseconds
+    longest = {
+        name: {"count": count[name] / rounds, "seconds": spent[name] / rounds / 1e6}
+        for name, _ in spent.most_common(SHOWN)
+    }
+    return {"count": len(events) / rounds, "seconds": sum(spent.values()) / rounds / 1e6, "by_name": longest}
+
+
+def rows(
+    subject: Subject, args: argparse.Namespace, clock: Clock, left_out: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """A mode that fails costs its own row."""
+    shapes = [None, *(DraftShape.parse(text) for text in args.shapes)]
+    compiled, ends = Compilations(), time.perf_counter() + args.budget
+    with compiled.listened_to():
+        for batch in args.batch:
+            for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
+                if time.perf_counter() > ends:
+                    left_out[f"{mode.name}, batch {batch}"] = f"no time left of {args.budget:g} seconds"
+                    continue
+                try:
+                    yield measure(subject, mode, batch, args, clock, compiled)
+                except Exception as error:  # process edge: the record says why there is no row
+                    left_out[f"{mode.name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"no row of {mode.name}, batch {batch}: {error}", file=sys.stderr)
+                if clock.on_device:
+                    torch.cuda.empty_cache()
+
+
+def show(found: Sequence[dict[str, Any]], title: str) -> None:
+    table = Table(title=title)
+    for column in ("batch", "how", "shape", "ms/round", "tokens/s", "accept_length", "first turn, s", "compiled"):
+        table.add_column(column, justify="right")
+    for row in found:
+        length = "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
+        compiled = f"{row['compiled']['count']} in {row['compiled']['seconds']:.1f} s"
+        measured = (f"{1e3 * row['round_seconds']:.3f}", f"{row['tokens_per_s']:.1f}", length)
+        table.add_row(
+            str(row["batch"]), row["how"], row["shape"], *measured, f"{row['first_turn_seconds']:.1f}", compiled
+        )
+    for row in found:
+        if row["kernels"] is not None:
+            of, kernels = f"{row['how']} {row['shape']}, batch {row['batch']}", row["kernels"]
+            print(f"{of}: {kernels['count']:.0f} kernels a round, {1e3 * kernels['seconds']:.3f} ms")
+            for name, one in kernels["by_name"].items():
+                print(f"  {1e6 * one['seconds']:9.1f} us {one['count']:7.1f} x  {name}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)  # last: it is what first_gpu.sh shows
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=tuple(FORCED), default="llama")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--hows", nargs="+", choices=HOWS, default=["graph", "graph-serial", "eager"])
+    parser.add_argument("--shapes", nargs="*", default=["3,1,4", "4,1,5", "7,8,32"], metavar="S,K,N")
+    parser.add_argument("--context", type=int, default=512, help="tokens of random prompts (default: 512)")
+    parser.add_argument("--rounds", type=int, default=24, help="measured in each turn (default: 24)")
+    parser.add_argument("--turns", type=int, default=3, help="of which the median counts (default: 3)")
+    parser.add_argument("--force-accept-length", default="2.5", metavar="X", help="see toolkit bench acceptance")
+    parser.add_argument("--kernels", action="store_true", help="profile a turn: kernels by number and time")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which no row begins (default: 3600)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    device, build = torch.device(args.device), FORCED[args.target]
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("rounds_gpu.py: PyTorch sees no CUDA device here; to see that it runs: --device cpu --target tiny",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    torch.manual_seed(0)
+    subject = build(device, args.context, ForcedAcceptance.parse(args.force_accept_length))
+    left_out: dict[str, str] = {}
+    found = list(rows(subject, args, Clock(device), left_out))
+    if not found:
+        print(f"rounds_gpu.py: error: nothing was measured: {left_out}", file=sys.stderr)
+        return 1
+    show(found, f"{subject.name}; {subject.head}; {subject.acceptance}")
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    record = make_record("rounds", ["python", *sys.argv], settings, found, left_out=left_out, definitions=DEFINITIONS)
+    leave(record, f"rounds-{args.target}", args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""SGLang's and vLLM's flags of `toolkit serve`, and its flags from a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from toolkit.cli import command_parser, main
+from toolkit.commands.engine_aliases import ALGORITHMS, ALIASES, METHODS, REFUSED, check_draft_kind
+from toolkit.commands.model_arguments import OPTIONS, engine_config
+from toolkit.head_kinds import HEAD_KINDS
+from toolkit.heads.registry import head_class
+from toolkit.infer.load.config import ConfigError, EngineConfig
+
+
+def config(*line):
+    return engine_config(command_parser("serve")[1](line))
+
+
+def vllm(**settings):
+    return "--speculative-config", json.dumps(settings)
+
+
+SGLANG = (
+    "--model-path", "t", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d",
+    "--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16",
+    "--speculative-token-map", "freq.pt", "--tp-size", "2", "--mem-fraction-static", "0.7", "--context-length", "512",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        (SGLANG, {"target": "t", "draft": "d", "shape": "5,4,16", "token_map": "freq.pt", "tensor_parallel_size": 2,
+                  "mem_fraction_static": 0.7, "context_length": 512}),
+        (("--speculative-num-steps", "3"), {"shape": "3,1,4"}),
+        (("--speculative-num-draft-tokens", "8", "--speculative-algorithm", "ngram"),
+         {"shape": "7,1,8", "draft": "ngram"}),
+        (("--model", "t", "--speculative-algorithm", "NEXTN"), {"target": "t", "draft": "native"}),
+        (("--speculative-draft-model", "d", "--speculative-algorithm", "EAGLE"), {"draft": "d"}),
+        (("--max-model-len", "64", "--max-num-seqs", "3", "--enforce-eager", "--disable-radix-cache"),
+         {"context_length": 64, "max_running_requests": 3, "disable_cuda_graph": True, "prefix_cache": False}),
+        (("--speculative-adaptive", "--adaptive"), {"adaptive": True}),
+        (vllm(method="eagle3", model="d", num_speculative_tokens=4), {"draft": "d", "shape": "4,1,5"}),
+        (vllm(model="org/d", revision="v2", draft_token_map="f.pt", draft_token_map_dynamic_rows=64),
+         {"draft": "org/d@v2", "token_map": "f.pt", "dynamic_rows": 64}),
+        (vllm(method="deepseek_mtp", num_speculative_tokens=1), {"draft": "native", "shape": "1,1,2"}),
+        (("--model", "t", *vllm(method="mtp", model="t")), {"target": "t", "draft": "native"}),
+        (vllm(model="[ngram]", num_speculative_tokens=2), {"draft": "ngram", "shape": "2,1,3"}),
+        (("--shape", "mtp-4", "--speculative-num-steps", "3"), {"shape": "mtp-4"}),
+    ],
+)  # fmt: skip
+def test_flags_of_other_servers_are_ours(line, ours):
+    """A start script that was written for another server starts the same engine here."""
+    assert config(*line) == EngineConfig(**ours)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (("--log-interval", "-1"), "--log-interval is -1"),
+        (("--shape", "4,1,5", "--speculative-num-steps", "3"), "--shape (4,1,5) and --speculative-num-steps 3 (3,1,4)"),
+        (("--draft", "a", "--speculative-draft-model-path", "b"), "contradict each other; give one"),
+        (("--draft", "a", "--speculative-algorithm", "NGRAM"), "--draft (a) and --speculative-algorithm NGRAM (ngram)"),
+        (("--prefix-cache", "--disable-radix-cache"), "--prefix-cache (on) and --disable-radix-cache (off)"),
+        (("--speculative-num-steps", "4", *vllm(method="ngram", num_speculative_tokens=2)), "contradict"),
+        (("--speculative-eagle-topk", "4"), "needs --speculative-num-steps and --speculative-num-draft-tokens too"),
+        (("--speculative-num-steps", "5", "--speculative-num-draft-tokens", "16"), "needs --speculative-eagle-topk"),
+        (("--speculative-algorithm", "DFLASH"), "DFLASH is not supported; EAGLE, EAGLE3, NEXTN, DSPARK and NGRAM are"),
+        (("--speculative-algorithm", "DSPARK"), "needs a head; give --speculative-draft-model-path or --draft"),
+        (("--speculative-algorithm", "EAGLE3"), "needs a head; give --speculative-draft-model-path or --draft"),
+        (("--speculative-use-block-verification",), "no equivalent here: use --verify block"),
+        (("--speculative-accept-threshold-acc=0.9",), "never change the distribution"),
+        (("--speculative-draft-load-format", "dummy"), "--speculative-draft-load-format has no equivalent"),
+        (("--speculative-moe-runner-backend", "x"), "drafting is set by --draft, --shape"),
+        (("--gpu-memory-utilization", "0.9"), "use --mem-fraction-static"),
+        (("--speculative-config", "{method: ngram}"), "not valid JSON"),
+        (("--speculative-config", "[1]"), "an object is needed"),
+        (vllm(method="medusa", model="d"), "method medusa is not supported; eagle, eagle3, mtp, dspark and ngram are"),
+        (vllm(num_speculative_tokens=3), "names no draft"),
+        (vllm(method="ngram", num_speculative_tokens="3"), "num_speculative_tokens is '3'"),
+        (vllm(method="ngram", prompt_lookup_max=9), "prompt_lookup_max has no equivalent here: lookup matches 2 to 4"),
+        (vllm(method="ngram", num_spec_tokens=3), "unknown key num_spec_tokens; did you mean num_speculative_tokens?"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(capsys, line, says):
+    """A flag that is ignored, or one of two that contradict each other, would serve something else than was asked."""
+    assert main(["serve", "--target", "t", *line]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_head_must_be_of_the_kind_that_was_named():
+    """A script that names EAGLE3 was tuned for it; another head would be slow without a word."""
+    args = command_parser("serve")[1](["--draft", "d", "--speculative-algorithm", "EAGLE3", *vllm(model="d")])
+    check_draft_kind(args, "eagle3")
+    check_draft_kind(args, None)
+    with pytest.raises(ConfigError, match="EAGLE3 is for heads of the kind eagle3, and the draft is of the kind mtp"):
+        check_draft_kind(args, "mtp")
+
+
+def test_tables_agree_with_the_heads_and_the_flags():
+    """Names of a kind stand with the kind. A refused flag that exists, or an alias of no option, could not be typed."""
+    for kind in HEAD_KINDS:
+        names = head_class(kind).config_class.engine_names
+        assert kind in ALGORITHMS[names.sglang] and kind in METHODS[names.vllm]
+    assert {alias.option for alias in ALIASES.values()} <= {None, *OPTIONS}
+    flags = command_parser("serve")[0]._option_string_actions
+    assert not {f"--{name}" for name in REFUSED} & flags.keys()
+
+
+def read(tmp_path, text, *line):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    return command_parser("serve")[1](["--config", str(path), *line])
+
+
+def test_flags_from_a_file(tmp_path):
+    """The file says what flags say, with typed ones before it, also where it uses another server's names."""
+    text = """
+target: t
+speculative-config: {method: eagle3, model: d, num_speculative_tokens: 4}
+max_running_requests: 3
+adaptive: false
+no-draft: true
+torch-compile: false
+port: 9000
+log-interval: 2
+request-timeout: 5
+allowed-origins: [http://a, http://b]
+"""
+    args = read(tmp_path, text, "--speculative-num-steps", "2", "--port", "8000")
+    wanted = EngineConfig(
+        target="t", draft="d", shape="2,1,3", max_running_requests=3, adaptive=False, no_draft=True
+    )  # fmt: skip
+    assert engine_config(args) == wanted
+    assert (args.port, args.log_interval, args.host) == (8000, 2.0, "127.0.0.1")
+    assert (args.request_timeout_s, args.allowed_origins) == (5.0, ["http://a", "http://b"])
+    with pytest.raises(ConfigError, match="of the kind eagle3"):
+        check_draft_kind(args, "mtp")
+    check_draft_kind(read(tmp_path, text, "--draft", "other"), "mtp")
+    assert read(tmp_path, "no-adaptive: false").adaptive is True
+    assert isinstance(args, argparse.Namespace) and not vars(args).keys() & ALIASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot: 8000", "unknown key prot; did you mean port?"),
+        ("config: other.yaml", "unknown key config"),
+        ("port: x", "port: invalid int value: 'x'"),
+        ("verify: maybe", "verify: invalid choice: 'maybe'"),
+        ("adaptive: 3", "adaptive is 3; true or false is needed"),
+        ("draft:", "draft has no value"),
+        ("draft: [a, b]", "draft is a list"),
+        ("max-batch: 3", "--max-batch is now --max-running-requests"),
+        ("kv-cache-dtype: fp8", "--kv-cache-dtype has no equivalent here"),
+        ("shape: 4,1,5\nspeculative-num-steps: 3", "contradict each other"),
+        ("- a", "holds no flags"),
+        ("a: [", "not valid YAML"),
+        ("port: 1\nport: 2", "key given twice: port"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, says):
+    """A key that is not read would be a setting that its author believes in."""
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_missing(tmp_path, capsys):
+    """One line with its name, as for every file."""
+    assert main(["serve", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err

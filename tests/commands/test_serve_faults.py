@@ -1,0 +1,211 @@
+"""`toolkit serve` when something goes wrong: each fault, with what was promised for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from toolkit.cli import main
+from toolkit.weights import load_tensors, save_tensors
+
+BODY = {"messages": [{"role": "user", "content": "apples"}], "temperature": 0, "max_tokens": 24}
+
+
+@contextlib.contextmanager
+def serving(directory, *flags, wait=True, **streams):
+    """A server process with a chain of 4; yields it with its address, and kills it after the test."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "toolkit", "serve", "--draft", str(directory), "--port", str(port)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen([*command, "--shape", "4,1,5", *flags], text=True, env=environment, **streams) as process:
+        try:
+            if wait:
+                wait_until_ready(process, url)
+            yield process, url
+        finally:
+            process.kill()
+
+
+def wait_until_ready(process, url):
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None, f"the server ended: {process.stderr and process.stderr.read()}"
+        assert time.monotonic() < deadline, "the server did not start"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        time.sleep(0.05)
+
+
+def ask(url, **fields):
+    name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    return httpx.post(f"{url}/v1/chat/completions", json={"model": name, **BODY, **fields}, timeout=60)
+
+
+def text_of(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def broken_head(tiny_draft_directory, tmp_path_factory):
+    """The tiny head with a matrix of nan."""
+    directory = shutil.copytree(tiny_draft_directory, tmp_path_factory.mktemp("nan") / "ckpt")
+    tensors = load_tensors(directory / "model.safetensors")
+    tensors["fc.weight"].fill_(math.nan)
+    save_tensors(directory / "model.safetensors", tensors)
+    return directory
+
+
+@pytest.mark.process
+def test_sigterm_under_load(tiny_draft_directory):
+    """Every answer that began comes whole, later requests are told to go elsewhere, and the status is 0."""
+    with serving(tiny_draft_directory, "--drain-timeout", "60") as (process, url):
+        wanted, seen, over = text_of(ask(url)), Counter(), threading.Event()
+        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def client():
+            while not over.is_set():
+                try:
+                    reply = httpx.post(f"{url}/v1/chat/completions", json={"model": name, **BODY}, timeout=60)
+                except httpx.ConnectError:  # the server has ended
+                    return
+                seen[reply.status_code] += 1
+                assert reply.status_code == 503 or text_of(reply) == wanted
+                if reply.status_code == 503:
+                    assert int(reply.headers["retry-after"]) >= 1
+                    return
+
+        threads = [threading.Thread(target=client) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        while seen[200] < 5:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+        over.set()
+        for thread in threads:
+            thread.join(60)
+    assert process.returncode == 0, error
+    assert set(seen) <= {200, 503} and "the server has ended" in error and "Traceback" not in error
+
+
+@pytest.mark.process
+def test_a_full_disk_for_logs(tiny_draft_directory):
+    """Nothing that is printed can be written: the server starts, answers, and ends with status 0."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        with serving(tiny_draft_directory, stdout=full, stderr=full) as (process, url):
+            assert text_of(ask(url)) == text_of(ask(url))
+            assert ask(url, temprature=1).status_code == 400
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+
+
+@pytest.mark.process
+def test_a_head_of_nan(broken_head):
+    """The log says that the head is broken; the answers are those of plain decoding."""
+    with serving(broken_head) as (process, url):
+        assert text_of(ask(url)) == text_of(ask(url, speculative=False))
+        sampled = {"temperature": 1, "seed": 4, "max_tokens": 24}
+        assert text_of(ask(url, **sampled)) == text_of(ask(url, **sampled, speculative=False))
+        assert ask(url, temperature=1).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "fc.weight hold values that are not finite" in error
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_check_before_a_broken_head(broken_head):
+    """With --check the same head is not served, and the page of `toolkit check` says why."""
+    with serving(broken_head, "--check", wait=False) as (process, _):
+        said, error = process.communicate(timeout=300)
+    assert process.returncode == 1 and "FAILED: weights" in said and "does not start" in error
+
+
+def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
+    """The head and target that are served are those that are checked; a failure ends the start."""
+    commands = []
+
+    def check(command):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", check)
+    flags = ["--draft", str(tmp_path), "--target", "x", "--device", "cpu", "--port", "0"]
+    assert main(["serve", *flags, "--max-running-requests", "3", "--check"]) == 1
+    assert commands[0][1:] == ["-m", "toolkit", "check", *flags[:6]]
+
+
+NO_HEAD = {"ngram": ["--draft", "ngram"], "none": ["--draft", "none"], "off": ["--draft", "head", "--no-draft"], "": []}
+
+
+@pytest.mark.parametrize("flags", NO_HEAD.values(), ids=NO_HEAD)
+def test_check_of_a_server_without_a_head(monkeypatch, tiny_target_directory, flags):
+    """It starts: `toolkit check` would refuse to run, since there is nothing to check."""
+    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr("toolkit.commands.serve.load_from", lambda *_: pytest.fail("loading", pytrace=False))
+    with pytest.raises(pytest.fail.Exception, match="loading"):
+        main(["serve", "--target", str(tiny_target_directory), *flags, "--port", "0", "--check"])
+
+
+def test_check_of_the_targets_own_module_and_of_a_token_map(monkeypatch, tiny_target_directory, tmp_path):
+    """What will draft is what is checked, without being named on the command line, and with its map."""
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=1))
+    monkeypatch.setattr("toolkit.infer.load.load_draft.find_module", lambda *_: ("facts", "modules"))
+    target, path = str(tiny_target_directory), str(tmp_path / "freq.pt")
+    assert main(["serve", "--target", target, "--token-map", path, "--port", "0", "--check"]) == 1
+    assert commands[0][3:] == ["check", "--draft", "native", "--target", target, "--token-map", path]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+def test_a_broken_target(tiny_target_directory, tmp_path, capsys, damage):
+    """Status 2 and a message that names the file, without a traceback."""
+    directory = shutil.copytree(tiny_target_directory, tmp_path / "target")
+    weights = directory / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink() if damage == "missing" else weights.write_bytes(content[:-1000] if damage == "cut" else b"")
+    assert main(["serve", "--target", str(directory), "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error
+
+
+def test_a_second_server_on_the_port(capsys):
+    """Said before a model is loaded: this target does not exist."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = str(first.getsockname()[1])
+        assert main(["serve", "--target", "no/such-model", "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_key_on_the_command_line_is_refused(capsys, tmp_path):
+    """Every user of a machine can read the list of its processes."""
+    for flags in (["--api-key", "sk-1"], ["--api-key=sk-1"]):
+        assert main(["serve", "--target", "x", *flags]) == 2
+        error = capsys.readouterr().err
+        assert "--api-key-file" in error and "TOOLKIT_API_KEY" in error and "sk-1" not in error
+    assert main(["serve", "--target", "x", "--api-key-file", str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_limits_out_of_range(capsys):
+    """Before anything is loaded."""
+    assert main(["serve", "--target", "x", "--max-n", "0"]) == 2
+    assert "--max-n is 0" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""A block drafter in the engine: its blocks are those of the whole sequence, and no token changes by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.infer.conftest import build_small_block
+from tests.infer.drafters.test_adaptive_drafter import PROBE, ScriptedChoice, paths
+from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
+from tests.infer.drafters.test_shared_heads import engine_after_steps
+from toolkit.infer.drafters import block_drafter, head_drafter
+from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.drafters.choose_drafter import Lookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.features import AuxCapture
+
+SHAPES = ("1,1,2", "3,1,4", "5,1,6")
+
+
+@pytest.fixture(scope="module")
+def plain(small_target) -> list[list[int]]:
+    return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
+
+
+@pytest.fixture
+def draft(small_target):
+    return build_small_block(small_target)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"adaptive": True}], ids=["head", "lookup", "adaptive"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_drafts_change_nothing(small_target, draft, plain, shape, options, batch):
+    """fp32, exact, greedy and sampled rows; chains shorter than a block and as long, alone and beside lookup."""
+    engine = Engine(small_target, draft, DraftShape.parse(shape), max_running_requests=batch, **options)
+    some = slice(None) if batch > 1 else slice(0, 6)
+    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
+    assert finished(engine, requests) == plain[some]
+    assert "adaptive" in options or sum(event.accepted for request in requests for event in request.events) > 0
+
+
+def block_of_the_text(target, draft, tokens: list[int], steps: int) -> list[int]:
+    """The definition, without caches: greedy drafts after `tokens`, by dense attention over the whole text."""
+    head, size, ids = draft.head, draft.head.config.block_size, draft.token_map.ids
+    capture = AuxCapture(target, head.config.aux_layer_ids)
+    with torch.no_grad():
+        target.body(input_ids=torch.tensor([tokens]), use_cache=False)
+        hidden = head.first_hidden(capture.take()[0, :-1])
+        capture.remove()
+        before, context = len(hidden), []
+        head.write_context(hidden, torch.arange(before), before + size, lambda k, v: context.append((k, v)))
+        layers = iter(context)
+
+        def attend(q, k, v):
+            keys, values = (torch.cat(pair).transpose(0, 1) for pair in zip(next(layers), (k, v), strict=True))
+            dense = torch.nn.functional.scaled_dot_product_attention
+            return dense(q.transpose(0, 1), keys, values, enable_gqa=True).transpose(0, 1)
+
+        root = target.embed_tokens(torch.tensor(tokens[-1:])).expand(size, -1)
+        at = before + torch.arange(size)
+        states, drafts = head(root, hidden[-1:].expand(size, -1), at, attend, before + size), [tokens[-1]]
+        for state in states[:steps]:
+            read = head.after(state, target.embed_tokens(torch.tensor(drafts[-1])))
+            drafts.append(int(ids[head.logits(read[None]).argmax()]))
+    return drafts
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_blocks_are_those_of_the_whole_sequence(small_target, draft, steps):
+    """A stale key (of an earlier block, say), a feature or a position of another token would change a draft."""
+    engine = engine_after_steps(small_target, draft, "5,1,6", steps)
+    with torch.inference_mode():
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+    for row, request in enumerate(engine._running):
+        wanted = block_of_the_text(small_target, draft, request.prompt_ids + request.output_ids, 5)
+        assert tree.tokens[row].tolist() == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("catch_up", [3, 64])
+@pytest.mark.parametrize("drafted, probes", [((), ()), ((0, 2, 3, 9), ()), ((2, 9), (1, 3, 12, 13))])
+def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catch_up, drafted, probes):
+    """Plain steps and probes leave positions unread, or read them late; a probe's block stands on a known position."""
+    for module in (head_drafter, block_drafter):
+        monkeypatch.setattr(module, "CATCH_UP", catch_up)
+    most = DraftShape.chain(5)
+    engine = Engine(small_target, draft, most, max_running_requests=4, adaptive=True)
+    engine.drafter.chooser = chooser = ScriptedChoice(
+        most if step in drafted else PROBE if step in probes else None for step in range(14)
+    )
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
+    requests = []
+    for step in range(14):
+        if step in (0, 4, 5):
+            requests.append(engine.add_request(ragged_prompts()[step], params))
+        engine.step()
+    with torch.inference_mode():
+        together = engine.drafter.inner.propose(requests, engine._rounds.set_rows(requests)[0])
+    engine.close()
+    for row, request in enumerate(requests):
+        text = request.prompt_ids + request.output_ids
+        assert paths(together, row)[-1] == block_of_the_text(small_target, draft, text, 5)
+        for length, ranks in chooser.seen.get(request, []):
+            right = block_of_the_text(small_target, draft, text[: length - 1], 1)[1] == text[length - 1]
+            assert (ranks == [0]) == (right and ranks != []) and len(ranks) <= 1
+    assert not probes or any(ranks for seen in chooser.seen.values() for _, ranks in seen)
+
+
+def test_no_trees_and_no_chains_beyond_a_block(small_target, draft):
+    """What was never trained would be drafted, and a tree's branches would all be the same block."""
+    for shape in ("6,1,7", "2,2,4"):
+        with pytest.raises(DraftShapeError, match=r"blocks of 5 tokens.*give 5,1,6, or fewer"):
+            Engine(small_target, draft, DraftShape.parse(shape))
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_drawn_drafts(small_target, draft, verify):
+    """Drafts drawn from the block's distributions, which have the bias of the token that was drawn before."""
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)]
+    engine = Engine(small_target, draft, DraftShape.chain(5), max_running_requests=3, verify=verify)
+    together = engine.generate(ragged_prompts()[:4], params)
+    alone = [engine.generate([p], s)[0].output_ids for p, s in zip(ragged_prompts()[:4], params, strict=True)]
+    engine.close()
+    assert [one.output_ids for one in together] == alone
+    assert sum(event.accepted for one in together for event in one.events) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"verify": "rejection"}], ids=str)
+def test_chains_end_by_confidence(small_target, draft, plain, options):
+    """Shorter chains, and none at all in some rounds; the tokens stay (those of seeds too, but under rejection)."""
+    cut = replace(draft, least_confidence=0.3)
+    engine = Engine(small_target, cut, DraftShape.chain(5), max_running_requests=16, **options)
+    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
+    found = finished(engine, requests)
+    offered = {event.offered for request in requests for event in request.events}
+    assert len(offered) > 1 and min(offered) == 0
+    kept = [i for i, one in enumerate(settings()) if "verify" not in options or one.temperature == 0]
+    assert [found[i] for i in kept] == [plain[i] for i in kept]
+
+
+def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, draft, monkeypatch):
+    """As plain rounds their time, the head's included, would make plain decoding seem slow."""
+    recorded, shape = [], DraftShape.chain(4)
+    monkeypatch.setattr(AdaptiveShape, "choose", lambda *_: shape)
+    monkeypatch.setattr(AdaptiveShape, "record", lambda _self, _requests, arm, *_: recorded.append(arm))
+    engine = Engine(small_target, replace(draft, least_confidence=1.0), shape, max_running_requests=1, adaptive=True)
+    request = engine.add_request(ragged_prompts()[0], SamplingParams(max_tokens=6))
+    finished(engine, [request])
+    assert recorded and set(recorded) == {shape} and {event.offered for event in request.events} == {0}
+
+
+def test_dynamic_rows_have_the_bias_too(small_target, draft, plain):
+    """Its factor is computed once for the rows of a map; rows that change are scored with it in every step."""
+    draft.head.lm_head.weight.copy_(small_target.lm_head.weight[draft.token_map.ids])
+    engine = Engine(small_target, replace(draft, dynamic_rows=3), DraftShape.chain(5), max_running_requests=16)
+    assert len(engine.drafter.to_target) == 23 and engine.drafter.reader._bias is None
+    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
+    assert finished(engine, requests) == plain

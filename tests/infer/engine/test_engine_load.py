@@ -1,0 +1,31 @@
+"""What an engine says that it holds, and when a request left the queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.engine.engine_load import EngineLoad, load_of
+from toolkit.infer.request.params import SamplingParams
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_load(small_target, scattered):
+    """Rows, the queue and pages, at every stage; kept prefixes are no load of the running requests."""
+    engine = Engine(
+        small_target, max_running_requests=1, context_length=64, memory=MemorySettings(640, scattered_pages=scattered)
+    )
+    assert load_of(engine.scheduler) == EngineLoad(0, 0, 0, 0, 640)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    first, second = (engine.add_request(range(1, 21), params) for _ in range(2))
+    assert load_of(engine.scheduler) == EngineLoad(0, 2, 0, 0, 640)
+    engine.step()
+    kept = 0 if scattered else 16  # the prompt's first page: shared, or a copy of the row's
+    assert load_of(engine.scheduler) == EngineLoad(1, 1, 32, 32 + kept, 640)
+    assert second.admitted_at is None
+    assert first.submitted_at <= first.admitted_at <= first.first_token_at
+    while engine.has_work():
+        engine.step()
+    assert load_of(engine.scheduler) == EngineLoad(0, 0, 0, 16, 640)
+    assert first.finished_at <= second.admitted_at <= second.first_token_at

@@ -1,0 +1,388 @@
+"""Answers under a grammar: those of plain constrained decoding with every drafter, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.infer.conftest import OracleDrafter
+from tests.infer.verify.test_grammar_masks import ByToken, some_grammar
+from toolkit.infer.drafters.choose_drafter import Lookup
+from toolkit.infer.drafters.draft_masks import DraftMasks
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request import grammar
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.grammar import Grammars
+from toolkit.infer.request.params import SamplingParams
+
+# Nowhere is one text alone left that has several tokenizations: there llguidance allows one of them.
+REGEX = r"[a-cth]{2,3}( [a-c]d| [0-9]{2}){2,4}"
+PARTS = [*(f" {letter}d" for letter in "abc"), *(f" {number:02}" for number in range(100))]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["fox", "dog", "wizard"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+        "quick": {"type": "boolean"},
+    },
+    "required": ["animal", "count", "tags", "quick"],
+    "additionalProperties": False,
+}
+
+
+def begins_text(text: str) -> bool:
+    """Whether some text of REGEX begins with `text`, by its definition."""
+    letters, space, _ = text.partition(" ")
+    if not set(letters) <= set("abcth") or len(letters) > 3 or (space and len(letters) < 2):
+        return False
+    parts = [text[start : start + 3] for start in range(len(letters), len(text), 3)]
+    *whole, last = parts or [""]
+    return len(parts) <= 4 and set(whole) <= set(PARTS) and any(part.startswith(last) for part in PARTS)
+
+
+def constrained_greedy(target, prompt: list[int]) -> list[int]:
+    """Greedy decoding by Hugging Face's forward, over the tokens with which REGEX can still be matched."""
+    texts = {i: target.tokenizer.decode([i]) for i in range(target.vocab_size)}
+    answer, text = [], ""
+    while not answer or answer[-1] not in target.stop_ids:
+        logits = target.model(torch.tensor([prompt + answer])).logits[0, -1]
+        for token in logits.argsort(descending=True, stable=True).tolist():
+            stops = token in target.stop_ids and re.fullmatch(REGEX, text)
+            if stops or (token not in target.tokenizer.all_special_ids and begins_text(text + texts[token])):
+                break
+        answer.append(token)
+        text += texts[token] if token not in target.stop_ids else ""
+    return answer
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 390) for _ in range(rng.choice((3, 9, 17, 30)))] for _ in range(count)]
+
+
+def test_plain_decoding_is_the_definition(tiny_target):
+    """The reference of all other tests, against a loop that knows no grammar library."""
+    prompts = prompts_of(4)
+    engine = Engine(tiny_target)
+    found = engine.generate(prompts, SamplingParams(regex=REGEX, max_tokens=60))
+    assert [one.output_ids for one in found] == [constrained_greedy(tiny_target, prompt) for prompt in prompts]
+    assert all(one.finish_reason == "stop" for one in found)
+
+
+def mixed_params(count: int, temperature: float = 0.0) -> list[SamplingParams]:
+    """A schema, a regular expression, both beside penalties and log-probabilities, and rows without any of it."""
+    kinds = [
+        {"json_schema": SCHEMA},
+        {},
+        {"regex": REGEX},
+        {"json_schema": SCHEMA, "frequency_penalty": 0.7, "logit_bias": {40: 1.5}, "logprobs": 2},
+        {"frequency_penalty": 0.4, "min_tokens": 4},
+        {"json_schema": {"type": "object"}, "top_p": 0.9},
+    ]
+    return [
+        SamplingParams(max_tokens=50, temperature=temperature if i % 4 else 0.0, seed=i, **kinds[i % len(kinds)])
+        for i in range(count)
+    ]
+
+
+def parses(text: str, schema) -> bool:
+    value = json.loads(text)
+    return schema is not SCHEMA or (
+        list(value) == ["animal", "count", "tags", "quick"] and value["animal"] in ("fox", "dog", "wizard")
+    )
+
+
+CASES = [(kind, 0.0) for kind in ("head", "ngram", "composed", "oracle", "oracle-tree")]
+CASES += [(kind, 1.0) for kind in ("head", "oracle-tree")]
+CASES += [pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("ngram", "composed", "oracle")]
+
+
+def engine_with(target, draft, kind: str, shape: str, plain, **options) -> Engine:
+    """An engine that drafts in one of the ways; the oracle drafts what `plain` holds, with mistakes."""
+    if kind == "ngram":
+        return Engine(target, NgramLookup(3, 1), DraftShape.parse(shape), **options)
+    lookup = Lookup() if kind == "composed" else None
+    if not kind.startswith("oracle"):
+        return Engine(target, draft, DraftShape.parse(shape), lookup=lookup, **options)
+    engine = Engine(target, **options)
+    engine.shape = DraftShape.parse(shape)  # the engine drafts; what, the oracle decides
+    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+    answers = {tuple(one.prompt_ids): one.output_ids for one in plain}
+    engine.drafter = OracleDrafter(answers, target.vocab_size, right=0.8, tree="tree" in kind)
+    return engine
+
+
+@pytest.mark.parametrize("kind, temperature", CASES)
+def test_drafts_change_nothing(tiny_target, tiny_draft, kind, temperature):
+    """Chains and trees, fixed and adaptive, rows with and without a grammar in one batch that is smaller than the
+    queue: each answer is that of plain decoding. Drafts inside of the grammar are accepted, the others are cut."""
+    prompts, params = prompts_of(12), mixed_params(12, temperature)
+    plain = Engine(tiny_target).generate(prompts, params)
+    accepted = 0
+    for shape, adaptive in (("4,1,5", False), ("3,3,10", False), ("3,3,10", True)):
+        if "oracle" in kind and adaptive:
+            break
+        engine = engine_with(tiny_target, tiny_draft, kind, shape, plain, adaptive=adaptive, max_running_requests=5)
+        found = engine.generate(prompts, params)
+        engine.check_integrity()
+        assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+        assert [one.finish_reason for one in found] == [one.finish_reason for one in plain]
+        accepted += sum(event.accepted for one in found if one.grammar for event in one.events)
+    assert accepted > (20 if "oracle" in kind else -1)
+    for one in plain:
+        if one.grammar is not None and one.finish_reason == "stop":
+            text = tiny_target.tokenizer.decode(one.output_ids, skip_special_tokens=True)
+            regex = one.params.regex
+            assert re.fullmatch(regex, text) if regex else json.loads(text) is not None
+
+
+HEADS = ["eagle3", "eagle2", "mtp", "mtp-three-layers", "mtp-hidden-first", "block", "ngram"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_under_a_grammar(small_target, build, name):
+    """Heads of every kind, with several layers too, against Hugging Face's forward: the tokens after each token are
+    given by a table. A second stage that reads nodes that were cut, or features of them, would change tokens later."""
+    allowed = some_grammar(5, 24)
+    prompts = [[(7 * i + j) % 23 + 1 for j in range(4 + 3 * i)] for i in range(5)]
+    wanted = []
+    for prompt in prompts:
+        text = list(prompt)
+        while len(text) < len(prompt) + 20 and (len(text) == len(prompt) or text[-1] not in small_target.stop_ids):
+            logits = small_target.model(torch.tensor([text])).logits[0, -1]
+            text.append(int(logits.masked_fill(~allowed[text[-1]], -torch.inf).argmax()))
+        wanted.append(text[len(prompt) :])
+    for shape in ("4,1,5", "3,3,10")[: 1 if name == "block" else 2]:
+        engine = Engine(small_target, build(name), DraftShape.parse(shape), max_running_requests=3)
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in prompts]
+        for request in requests:
+            request.grammar = ByToken(allowed)
+        while engine.has_work():
+            engine.step()
+        engine.close()
+        assert [request.output_ids for request in requests] == wanted
+        assert sum(event.accepted for request in requests for event in request.events) > 0
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block", "auto"])
+def test_drawn_drafts_stay_in_the_grammar(tiny_target, tiny_draft, verify):
+    """The rules that draw drafts from the head's distribution, beside greedy rows and rows without a grammar."""
+    prompts, params = prompts_of(12), mixed_params(12, 1.0)
+    engine = Engine(tiny_target, tiny_draft, DraftShape.chain(4), verify=verify, max_running_requests=5)
+    found = engine.generate(prompts, [SamplingParams(**{**vars(one), "seed": None}) for one in params])
+    plain = engine.generate(prompts, params, speculative=False)
+    done = [one for one in found if one.params.regex and one.finish_reason == "stop"]
+    assert done
+    for one in done:
+        assert re.fullmatch(REGEX, tiny_target.tokenizer.decode(one.output_ids, skip_special_tokens=True))
+    for one, other in zip(found, plain, strict=True):
+        if one.params.temperature == 0:
+            assert one.output_ids == other.output_ids
+
+
+def test_a_forbidden_draft_costs_the_target_nothing(tiny_target, tiny_draft, monkeypatch):
+    """The width of the target's forward is that of the drafts inside of the grammar, not that of the shape."""
+    engine = Engine(tiny_target, tiny_draft, DraftShape.parse("3,3,10"))
+    widths = []
+    real = engine._forward.__call__
+    monkeypatch.setattr(
+        type(engine._forward), "__call__", lambda self, ids, *rest: (widths.append(ids.shape[1]), real(ids, *rest))[1]
+    )
+    (request,) = engine.generate([[5, 6, 7]], SamplingParams(regex="(fox|dog) over", max_tokens=40))
+    assert widths[1:] == [1 + event.offered for event in request.events] and max(widths[1:]) < 10
+
+
+def without_blanks(target) -> dict[int, float]:
+    """A bias against blanks: a random model writes as many as the grammar allows."""
+    texts = {token: target.tokenizer.decode([token]) for token in range(target.vocab_size)}
+    return {token: -1000.0 for token, text in texts.items() if text and not text.strip()}
+
+
+def test_a_head_is_told_the_grammar(tiny_target, tiny_draft, monkeypatch):
+    """Masked level by level, its drafts stay inside of the grammar: more of them reach the target than if they were
+    only cut, in chains and in trees, and the tokens stay the same."""
+    params = [SamplingParams(regex=REGEX, max_tokens=40), SamplingParams(max_tokens=8)]
+    for shape, levels in (("4,1,5", 4), ("3,3,10", 3)):
+        engine = Engine(tiny_target, tiny_draft, DraftShape.parse(shape))
+        told = engine.generate([[5, 6, 7], [8]], params)
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftMasks, "of", lambda *_: None)
+            cut = engine.generate([[5, 6, 7], [8]], params)
+        assert [one.output_ids for one in told] == [one.output_ids for one in cut]
+        offered = [sum(event.offered for event in found[0].events) for found in (told, cut)]
+        assert offered[0] > 1.5 * offered[1]
+        assert max(event.depth_offered for event in told[0].events) == levels
+
+
+def test_masks_of_a_level_follow_its_paths(tiny_target):
+    """Each node has its own parent. Rows without a grammar, nodes outside of one and ended answers stay unmasked."""
+    grammars = Grammars(tiny_target.tokenizer, tiny_target.vocab_size, tiny_target.stop_ids)
+    a, b, c = (tiny_target.tokenizer(letter)["input_ids"][0] for letter in "abc")
+    stop = min(tiny_target.stop_ids)
+    requests = [
+        SimpleNamespace(output_ids=[a], grammar=grammars.start(SamplingParams(regex="a(b|ca)*"))),
+        SimpleNamespace(output_ids=[a], grammar=None),
+    ]
+    ids = torch.tensor([c, a, stop, b])  # the draft vocabulary
+    masks = DraftMasks.of(requests, ids)
+    free = [True] * 4
+
+    def left(nodes: int) -> list[list[bool]]:
+        return (masks(torch.zeros(2, nodes, 4)) == 0)[0].tolist()
+
+    assert left(1) == [[True, False, True, True]]
+    assert (masks(torch.zeros(2, 1, 4)) == 0)[1].tolist() == [free]
+    masks.grow(torch.tensor([[c, b, stop], [a, a, a]]), torch.zeros(2, 3, dtype=torch.long))
+    assert left(3) == [[False, True, False, False], [True, False, True, True], free]
+    masks.grow(torch.tensor([[b, a, b], [a, a, a]]), torch.tensor([[1, 0, 0], [0, 0, 0]]))
+    assert left(3) == [[True, False, True, True], [True, False, True, True], free]
+    assert DraftMasks.of(requests[1:], ids) is None
+
+
+def test_max_tokens_cuts_and_stop_ids_wait(tiny_target):
+    """An answer that is cut says "length"; without a cut the stop id comes where the answer is complete, not before."""
+    engine, bias = Engine(tiny_target), without_blanks(tiny_target)
+    params = [SamplingParams(json_schema=SCHEMA, max_tokens=count, logit_bias=bias) for count in (5, 150)]
+    short, whole = engine.generate([[5, 6, 7]] * 2, params)
+    assert short.finish_reason == "length" and short.output_ids == whole.output_ids[:5]
+    assert whole.finish_reason == "stop" and whole.stop_reason in tiny_target.stop_ids
+    assert set(whole.output_ids[:-1]).isdisjoint(tiny_target.stop_ids)
+    assert parses(tiny_target.tokenizer.decode(whole.output_ids, skip_special_tokens=True), SCHEMA)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_grammar_that_fails_ends_its_own_request_alone(tiny_target, tiny_draft, monkeypatch, at_once):
+    """At the first token, or later; the other requests of the batch do not notice, and the engine goes on."""
+    monkeypatch.setitem(grammar.LIMITS, "max_items_in_row", 3)
+    schema = {"type": "array", "items": {"type": ["integer", "array", "object", "string"]}}
+    engine = Engine(tiny_target, tiny_draft, DraftShape.parse("3,3,10"))
+    prompts, free = prompts_of(3), SamplingParams(max_tokens=12)
+    alone = engine.generate(prompts[:1] + prompts[2:], free)
+    for _ in range(2):
+        params = [free, SamplingParams(max_tokens=12, json_schema=schema), free]
+        first, failed, last = (engine.add_request(*one) for one in zip(prompts, params, strict=True))
+        if at_once:
+            failed.grammar.failure = "the grammar failed after 0 tokens"
+        while engine.has_work():
+            engine.step()
+            engine.check_integrity()
+        assert failed.finish_reason == "abort" and "the grammar failed" in failed.stop_reason
+        assert len(failed.output_ids) == (0 if at_once else 1)
+        assert [first.output_ids, last.output_ids] == [one.output_ids for one in alone]
+
+
+def test_a_refused_grammar_leaves_the_engine_as_it_was(tiny_target):
+    """Ranks count requests alike only if a refused one is not counted."""
+    engine = Engine(tiny_target)
+    with pytest.raises(ValueError, match="not supported"):
+        engine.add_request([5], SamplingParams(json_schema={"not": {}}))
+    assert engine.add_request([5], SamplingParams(max_tokens=1)).arrival == 0
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """A random schema whose answers are finite: objects, arrays, enums, bounds, patterns, formats, anyOf, $ref."""
+    kinds = ["string", "integer", "number", "boolean", "enum", "const", "pattern", "null", "date"]
+    kinds += [] if depth > 1 else ["object", "object", "array", "tuple", "anyOf", "free"]
+    kind = rng.choice(kinds) if depth else "object"
+    if kind == "object":
+        names = rng.sample(["a", "name", "the quick", "n1", "über", 'q"uote', "x y"], rng.randint(1, 4))
+        required = [name for name in names if rng.random() < 0.7]
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": required,
+            "additionalProperties": False,
+        }
+    if kind == "free":
+        names = {"^[a-c]{1,3}$": {"type": "boolean"}}
+        return {"type": "object", "patternProperties": names, "additionalProperties": False, "maxProperties": 2}
+    if kind == "array":
+        least = rng.randint(0, 2)
+        bounds = {"minItems": least, "maxItems": least + rng.randint(0, 2)}
+        return {"type": "array", "items": random_schema(rng, depth + 1), **bounds}
+    if kind == "tuple":
+        items = [random_schema(rng, depth + 1) for _ in range(2)]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
+    least = rng.randint(-20, 20)
+    return {
+        "string": {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 6)},
+        "integer": {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 50)},
+        "number": {"type": "number", "minimum": least, "maximum": least + 1, "multipleOf": 0.25},
+        "boolean": {"type": "boolean"},
+        "enum": {"enum": rng.sample(["fox", "dog", 1, None, True, "über", [1, 2]], 3)},
+        "const": {"const": rng.choice(["the lazy dog", 7, {"a": [1]}])},
+        "pattern": {"type": "string", "pattern": rng.choice(["^[a-c]{1,3}$", "^(fox|dog)[0-9]$", r"^\d{2}-\d{2}$"])},
+        "null": {"type": "null"},
+        "date": {"type": "string", "format": rng.choice(["date", "uuid", "ipv4"])},
+        "anyOf": {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]} if kind == "anyOf" else {},
+    }[kind]
+
+
+def fits(value, schema: dict) -> bool:
+    """Whether a JSON value matches a schema of `random_schema`."""
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return any(value == one and type(value) is type(one) for one in schema.get("enum", [schema.get("const")]))
+    kind = schema["type"]
+    if kind == "object":
+        known = schema.get("properties", {})
+        (pattern, other), *_ = schema.get("patternProperties", {"^$": {}}).items()
+        return (
+            isinstance(value, dict)
+            and set(schema.get("required", ())) <= set(value)
+            and len(value) <= schema.get("maxProperties", 99)
+            and all(name in known or re.search(pattern, name) for name in value)
+            and all(fits(one, known.get(name, other)) for name, one in value.items())
+        )
+    if kind == "array":
+        if not isinstance(value, list) or not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 2):
+            return False
+        each = schema.get("prefixItems") or [schema["items"]] * len(value)
+        return all(fits(one, inner) for one, inner in zip(value, each, strict=True))
+    if kind == "string":
+        if not isinstance(value, str) or not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99):
+            return False
+        return re.search(schema.get("pattern", ""), value) is not None
+    if kind in ("integer", "number"):
+        whole = kind == "number" or isinstance(value, int)
+        return whole and not isinstance(value, bool) and schema["minimum"] <= value <= schema["maximum"]
+    return (value is None) if kind == "null" else isinstance(value, bool)
+
+
+def check_schemas(schemas: list[dict], target, draft) -> None:
+    """Every answer parses and fits its schema; a chain, a tree and adaptive drafting write what plain decoding does."""
+    prompts = prompts_of(len(schemas), seed=1)
+    params = [SamplingParams(json_schema=one, max_tokens=400, logit_bias=without_blanks(target)) for one in schemas]
+    plain = Engine(target).generate(prompts, params)
+    for one, schema in zip(plain, schemas, strict=True):
+        assert one.finish_reason == "stop", schema
+        assert fits(json.loads(target.tokenizer.decode(one.output_ids, skip_special_tokens=True)), schema), schema
+    for shape, adaptive in (("4,1,5", False), ("3,3,10", False), ("3,3,10", True)):
+        engine = Engine(
+            target, draft, DraftShape.parse(shape), adaptive=adaptive, lookup=Lookup() if adaptive else None
+        )
+        found = engine.generate(prompts, params)
+        engine.close()
+        assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+        assert adaptive or sum(event.accepted for one in found for event in one.events) > 0
+
+
+def test_random_schemas(tiny_target, tiny_draft):
+    """A few of those below."""
+    check_schemas([random_schema(random.Random(seed)) for seed in range(4)], tiny_target, tiny_draft)
+
+
+@pytest.mark.slow
+def test_two_hundred_random_schemas(tiny_target, tiny_draft):
+    """Nothing of a schema is ignored, with or without drafts."""
+    schemas = [random_schema(random.Random(seed)) for seed in range(200)]
+    for first in range(0, 200, 50):
+        check_schemas(schemas[first : first + 50], tiny_target, tiny_draft)

@@ -1,0 +1,179 @@
+"""Registers that the kernels spill, and shared memory that they take, at the shapes of real models; needs no GPU.
+
+    python spills.py 90           typical models and sizes of trees, for sm_90
+    python spills.py 90 dots      of these the kernels of attention, whose tiles grow with heads
+    python spills.py 90 every     all of them (ten minutes)
+
+Prints one JSON object a line for each variant of a kernel: what it was launched for, its tile, and what ptxas says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from compiled import Launch, catch_launches, compile_variant, variant
+
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
+
+launches: list[Launch] = []
+catch_launches(launches)
+
+from toolkit.infer.kernels.dispatch import triton_ops  # noqa: E402
+from toolkit.infer.kernels.tree_reference import Beams, Candidates  # noqa: E402
+from toolkit.train import triton_attention, triton_loss  # noqa: E402
+from toolkit.train.loss import ETA  # noqa: E402
+
+launched: set[str] = set()
+
+
+def noted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*given: Any) -> None:
+        launched.add(name)
+        op(*given)
+
+    return run
+
+
+KERNELS = {name: op for name, op in vars(triton_ops()).items() if callable(op)}
+OPS = replace(triton_ops(), **{name: noted(name, op) for name, op in KERNELS.items()})
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Key heads, query heads of each, head dim.
+MODELS = {
+    "SmolLM2-135M": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128), "Gemma-2-9B": (8, 2, 256), "Llama-3.2-1B": (8, 4, 64),
+    "gpt-oss-20b": (8, 8, 64), "Qwen3-30B-A3B": (4, 8, 128), "Gemma-3-1B": (1, 4, 256),
+}  # fmt: skip
+# Of a tree and new tokens of a prompt: of the typical ones a full tile of each head dim, and the small tiles of one.
+TYPICAL = {"SmolLM2-135M": ((32,), (512,)), "Llama-3.1-8B": ((1, 8, 32), (1, 512)), "Gemma-2-9B": ((32,), (512,))}
+EVERY = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64, 512)
+MOST_PROGRAMS = 65535  # of CUDA in the second and third dimension of a grid
+CONSTANTS = ("rows", "block", "wide", "value_wide", "lanes", "parts_wide", "num_warps", "num_stages")
+
+
+def there(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """A tensor without memory: launches are caught, so nothing reads it."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def pages_of(kv: int, width: int, dtype: torch.dtype, rows: int, span: int) -> Pages:
+    store = there(1600, kv, width, dtype=dtype)
+    return Pages(store, store, there(rows, span // 16), 16, span)
+
+
+def tree(heads: tuple[int, int, int], dtype: torch.dtype, nodes: int, rows: int = 2, span: int = 4096) -> None:
+    kv, groups, width = heads
+    q = there(rows, nodes, kv * groups, width, dtype=dtype).transpose(1, 2)
+    mask, depths = there(rows, nodes, nodes, dtype=torch.bool), there(rows, nodes)
+    OPS.attend_tree(q, pages_of(kv, width, dtype, rows, span), there(rows), mask, depths, Scoring(0.1))
+
+
+def causal(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
+    kv, groups, width = heads
+    q = there(2, new, kv * groups, width, dtype=dtype).transpose(1, 2)
+    OPS.attend_causal(q, pages_of(kv, width, dtype, 2, 4096), there(2), Scoring(0.1))
+
+
+def windows(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """A layer with a window, soft caps and sinks, which no model has all."""
+    kv, groups, width = heads
+    q = there(2, 32, kv * groups, width, dtype=dtype).transpose(1, 2)
+    scoring = Scoring(0.1, 128, 50.0, there(kv * groups, dtype=dtype))
+    pages = pages_of(kv, width, dtype, 2, 4096)
+    OPS.attend_tree(q, pages, there(2), there(2, 32, 32, dtype=torch.bool), there(2, 32), scoring)
+    OPS.attend_causal(q, pages, there(2), scoring)
+
+
+def training(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    kv, groups, width = heads
+    q, k = there(2, kv * groups, 2048, width, dtype=dtype), there(2, kv, 2048, width, dtype=dtype)
+    triton_attention.attend(q, k, k)
+    triton_attention.attend_backward(q, q, k, k, q, there(2, kv * groups, 2048, dtype=FP32))
+
+
+def losses(vocabulary: int, dtype: torch.dtype) -> None:
+    scores, probs = there(64, vocabulary, dtype=dtype), there(64, vocabulary, dtype=FP32)
+    for name in triton_loss.KINDS:
+        triton_loss.score_rows(name, scores, probs, there(64), there(64), there(64, dtype=FP32), ETA)
+
+
+def trees(k: int, steps: int, nodes: int) -> None:
+    """What a tree takes beside attention."""
+    count, sees = k + (steps - 1) * k * k, there(2, k, 1 + steps * k, dtype=torch.bool)
+    found = Candidates.empty(2, count, torch.device("meta"))
+    beams = Beams(*(there(2, k) for _ in range(3)), there(2, k, dtype=FP32), sees)
+    OPS.grow_beams(beams, there(2, k, k, dtype=FP32), there(2, k, k), there(32000), found, k, None, 1 + k)
+    OPS.rank_candidates(there(2), found.tokens, found.parents, there(count), found.scores, (nodes, nodes), steps)
+    ids, mask = there(2, nodes), there(2, nodes, nodes, dtype=torch.bool)
+    OPS.follow_choices(ids, ids, ids, mask, mask[:, 0], ids, steps + 1)
+
+
+def entries(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    kv, groups, width = heads
+    pages, new = pages_of(kv, width, dtype, 2, 4096), there(2, 8, kv, width, dtype=dtype)
+    OPS.write_kv(pages, new, new, there(2), 1)
+    OPS.compact([pages.keys], [pages.values], pages.table, 16, there(2), there(2, 9), there(2))
+    q, turn = there(16, kv * groups, width, dtype=dtype), there(16, 1, width, dtype=dtype)
+    OPS.rotate(q, q[:, :kv], turn, turn)
+    OPS.gated(there(16, 14336, dtype=dtype), there(16, 14336, dtype=dtype))
+    OPS.rms_norm(there(16, 8192, dtype=dtype), there(8192, dtype=dtype), 1e-6, 0.0, True)
+
+
+def attention_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Name, dtype and launches."""
+    for model in MODELS if every else TYPICAL:
+        heads, (trees_of, prompts) = MODELS[model], EVERY if every else TYPICAL[model]
+        for name, dtype in {"bf16": BF16, "fp32": FP32, **({"fp16": FP16} if every else {})}.items():
+            for nodes in trees_of:
+                yield f"{model}, {nodes} nodes", name, partial(tree, heads, dtype, nodes)
+            for new in prompts:
+                yield f"{model}, {new} new", name, partial(causal, heads, dtype, new)
+            if every or heads[2] > 64:
+                yield f"{model}, training", name, partial(training, heads, dtype)
+            if every or model == "Llama-3.1-8B":
+                yield f"{model}, window and soft cap", name, partial(windows, heads, dtype)
+                yield f"{model}, one row of 131072", name, partial(tree, heads, dtype, 1, 1, 131072)
+                yield f"{model}, 16384 rows", name, partial(tree, heads, dtype, 1, 16384)
+
+
+def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
+    for k, steps, nodes in ((3, 3, 8), (8, 7, 32), (10, 7, 64))[0 if every else 1 :]:
+        yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
+    yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
+    for vocabulary in (32000, 262144, 128256)[0 if every else 2 :]:
+        cuts = there(4), there(4, dtype=torch.float64), there(4, dtype=FP32)
+        yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
+        for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+            logits = there(4, vocabulary, dtype=dtype)
+            yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
+            yield f"best 10 of {vocabulary}", name, partial(OPS.top_log_probs, logits, 10)
+            yield f"loss over {vocabulary}", name, partial(losses, vocabulary, dtype)
+
+
+def main(capability: int, which: str) -> None:
+    done: set[str] = set()
+    others = [] if which == "dots" else other_cases(which == "every")
+    for case, dtype, run in (*attention_cases(which == "every"), *others):
+        launches.clear()
+        run()
+        for launch in launches:
+            assert max(launch.grid[1:], default=0) <= MOST_PROGRAMS, f"{case}: {launch.kernel.__name__}{launch.grid}"
+        for one in (variant(launch, capability) for launch in launches):
+            if one.key() in done:
+                continue
+            done.add(one.key())
+            constants = {one.kernel.arg_names[place]: value for (place,), value in one.constants.items()} | one.options
+            tile = {name: constants[name] for name in CONSTANTS if name in constants}
+            found = {"kernel": one.kernel.__name__, "dtype": dtype, "case": case, "tile": tile}
+            print(json.dumps(found | asdict(compile_variant(one, capability))), flush=True)
+    assert which == "dots" or launched == KERNELS.keys(), f"no case for {', '.join(KERNELS.keys() - launched)}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *(sys.argv[2:] or ["typical"]))

@@ -1,0 +1,257 @@
+"""What operators see of a server: metrics, the status page, a log line, and statistics beside an answer."""
+
+from __future__ import annotations
+
+import html.parser
+import logging
+import re
+import shutil
+import subprocess
+import time
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from toolkit.infer.engine.engine_load import EngineLoad
+from toolkit.infer.load.answer import Answer
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.server.completions import Served
+from toolkit.infer.server.live_rates import LiveRates, Rates, Sample
+from toolkit.infer.server.metric_series import PREFIX, SERIES
+from toolkit.infer.server.monitoring import PAGE
+from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.server_metrics import ServerMetrics
+from toolkit.infer.server.server_settings import ServerSettings
+
+FIELDS = {"model": "tiny", "messages": [{"role": "user", "content": "count apples"}], "temperature": 0}
+IDLE = EngineLoad(0, 0, 0, 0, 512)
+
+
+@pytest.fixture
+def scene(scripted, tiny_target, running):
+    """A server whose answers are 30 tokens long, in steps of two drafted tokens of four and a bonus."""
+    tokenizer = tiny_target.tokenizer
+    ids = (tokenizer("apples and pears " * 40, add_special_tokens=False)["input_ids"] * 8)[:400]
+    engine = scripted(lambda _: ids, run=3, stop_id=tokenizer.eos_token_id)
+    served = Served("tiny", tokenizer, engine, 512, "fp_x", "chain 4", DefaultSampling(), log_interval_s=0.2)
+    with running(served) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        yield SimpleNamespace(
+            url=url, engine=engine, ask=lambda **more: client.chat.completions.create(**FIELDS, **more)
+        )
+
+
+def metrics_of(url, **headers):
+    """Values by name and label, without "toolkit_"."""
+    answer = httpx.get(f"{url}/metrics", headers=headers)
+    assert answer.status_code == 200
+    return {
+        (sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_every_series_is_exposed(scene):
+    """A panel of a name that disappears shows nothing, and nobody is told."""
+    scene.ask(max_tokens=10)
+    values = metrics_of(scene.url)
+    names = {name for name, *_ in values}
+    for name, series in SERIES.items():
+        written = [f"{name}_{end}" for end in ("bucket", "count", "sum")] if series.kind == "histogram" else [name]
+        assert names.issuperset(written), name
+    assert not [name for name in names if name.endswith("_created")]
+    openmetrics = httpx.get(f"{scene.url}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert openmetrics.text.endswith("# EOF\n")
+
+
+def test_acceptance_by_position(scene):
+    """As vLLM counts it: drafted tokens accepted at each position, over the steps that offered one there."""
+    usage = [scene.ask(max_tokens=10).usage for _ in range(2)][0]
+    values = metrics_of(scene.url)
+    offered = [values["verify_steps_per_pos_total", str(position)] for position in range(4)]
+    accepted = [values["draft_tokens_accepted_per_pos_total", str(position)] for position in range(4)]
+    assert offered == [6] * 4 and accepted == [6, 6, 0, 0]
+    assert sum(accepted) == values["draft_tokens_accepted_total",] == 12
+    assert values["accept_length",] == usage.speculative["accept_length"] == 3
+    assert values["accept_rate",] == 0.5
+
+
+def test_an_answer_counts_while_it_is_written(scene):
+    """Throughput of answers that take minutes must not appear in one jump at their end, and must not count twice."""
+    scene.engine.step_seconds = 0.02
+    stream = scene.ask(max_tokens=120, stream=True)
+    chunks = iter(stream)
+    for _ in range(8):
+        next(chunks)
+    while_running = metrics_of(scene.url)
+    assert 0 < while_running["completion_tokens_total",] < 120
+    assert while_running["requests_running",] == while_running["requests_in_flight",] == 1
+    assert ("requests_total", "length") not in while_running
+    assert list(chunks)[-1].choices[0].finish_reason == "length"
+    time.sleep(0.05)
+    values = metrics_of(scene.url)
+    assert values["completion_tokens_total",] == 120 and values["requests_total", "length"] == 1
+    assert values["committed_tokens_total",] == 119 - 119 % 3
+
+
+def test_refusals_and_failures_are_counted(scene):
+    """Load that is sent away, wrong requests and failing steps write no answer, and would be seen nowhere."""
+    post = lambda **more: httpx.post(f"{scene.url}/v1/chat/completions", json={**FIELDS, **more}, timeout=20)  # noqa: E731
+    assert post(max_tokens=4).status_code == 200
+    assert [post(temprature=1).status_code, post(n=0).status_code, post(model="x").status_code] == [400, 400, 404]
+    scene.engine.fail_next_step = RuntimeError("out of pages")
+    assert post().status_code == 500
+    values = metrics_of(scene.url)
+    assert {status: values["http_requests_total", status] for status in ("200", "400", "404", "500")} == {
+        "200": 1, "400": 2, "404": 1, "500": 1,
+    }  # fmt: skip
+    assert values["failed_steps_total",] == 1
+
+
+def test_a_cut_answer_counts_to_its_end():
+    """A stop string may end the text inside of a step: what the engine wrote after it counts nowhere."""
+    metrics, answer = ServerMetrics(lambda: IDLE, lambda: 0), Answer(None)
+    request = Request([1, 2], SamplingParams(max_tokens=20))
+    metrics.follow(request, answer)
+    for end, n_tokens in ((1, 1), (1, 4), (2, 5)):
+        request.events[:] = [VerifyEvent(4, 4, 2, 3, False, 0.0, 0.0, 0.0, 1)] * end
+        answer.n_tokens = n_tokens
+        metrics.sample(0.0)
+    metrics.record(request, answer, request.submitted_at + 1)
+    assert metrics.counts["completion_tokens_total"] == 5
+    assert metrics.counts["verify_steps_total"] == 1 and metrics.counts["committed_tokens_total"] == 3
+    assert not metrics._followed
+
+
+def test_rates_of_the_last_seconds():
+    """Ten seconds back, or to the start; idle seconds bring the speed down, and leave the accept length unknown."""
+    rates = LiveRates()
+    assert rates.latest == Rates(0, 0.0, None, None)
+    for second in range(31):
+        busy = min(second, 15)
+        rates.add(Sample(float(second), 20 * busy, 5 * busy, 15 * busy, 20 * busy, 10 * busy))
+        rates.add(Sample(second + 0.1, 20 * busy, 5 * busy, 15 * busy, 20 * busy, 10 * busy))
+        if second == 5:
+            assert rates.latest.tokens_per_s == pytest.approx(100 / 5.1)
+            assert (rates.latest.accept_length, rates.latest.accept_rate) == (3, 0.5)
+    assert rates.latest.tokens == 0 and rates.latest.accept_length is None
+    history = list(rates.history())
+    assert len(history) <= 32 and history[-1][0] == 0 and history[0][0] > 28
+    assert sum(one.tokens for _, one in history) == 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_acceptance_of_one_request(scene, stream):
+    """On request only, with each answer, and in the last chunk of a streamed one."""
+    body = {**FIELDS, "max_tokens": 11, "n": 2, "return_acceptance": True, "stream": stream}
+    reply = httpx.post(f"{scene.url}/v1/chat/completions", json=body, timeout=20)
+    if stream:
+        found = [one for one in re.findall(r"data: ({.*})", reply.text) if '"acceptance"' in one]
+        choices = [httpx.Response(200, text=one).json()["choices"][0] for one in found]
+        assert all(choice["finish_reason"] == "length" for choice in choices)
+    else:
+        choices = reply.json()["choices"]
+    assert sorted(choice["index"] for choice in choices) == [0, 1]
+    for choice in choices:
+        told = choice["acceptance"]
+        # a token of the prefill, three whole steps of two drafts and a bonus, and one that the limit cut
+        assert (told["accept_length"], told["drafts"], told["verify_steps"], told["plain_steps"]) == (3.0, 4, 3, 0)
+        assert told["histogram"] == [0, 0, 3, 0, 0] and (told["accepted_tokens"], told["draft_tokens"]) == (6, 12)
+        assert set(told["seconds"]) == {"queue", "prefill", "decode", "draft", "verify", "commit"}
+        assert min(told["seconds"].values()) >= 0
+    without = httpx.post(f"{scene.url}/v1/chat/completions", json={**body, "return_acceptance": False}, timeout=20)
+    assert "acceptance" not in without.text
+
+
+def test_the_log_line(scene, caplog, monkeypatch):
+    """One line for each interval in which tokens were written, and none of an idle server."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, "toolkit.infer.server.monitoring")
+
+    def lines():
+        return [one.getMessage() for one in caplog.records if one.name == "toolkit.infer.server.monitoring"]
+
+    time.sleep(0.5)
+    assert not lines()
+    scene.engine.step_seconds = 0.01
+    scene.ask(max_tokens=100)
+    pattern = r"\d running, 0 waiting, 0 tokens \(0% of the cache\), accept_length 3\.00, \d+\.\d tokens/s"
+    deadline = time.monotonic() + 5
+    while not any(re.fullmatch(pattern, line) for line in lines()):  # an interval may end before the first verify step
+        assert time.monotonic() < deadline, lines()
+        time.sleep(0.02)
+
+
+def test_status(scene):
+    """The page reads these figures; what it misses it would show as a blank."""
+    before = httpx.get(f"{scene.url}/status").json()
+    assert before["total"]["accept_length"] is None and before["now"]["tokens_per_s"] == 0 and not before["positions"]
+    scene.ask(max_tokens=10)
+    status = httpx.get(f"{scene.url}/status").json()
+    assert status["model"] == "tiny" and status["shape"] == "chain 4"
+    assert status["total"]["completion_tokens"] == 10 and status["total"]["requests"] == {"length": 1}
+    assert status["total"]["accept_length"] == status["now"]["accept_length"] == 3
+    assert status["positions"][1] == {"offered": 3, "accepted": 3}
+    assert status["load"] == {
+        "running": 0, "waiting": 0, "request_tokens": 0, "cached_tokens": 0, "capacity_tokens": 4 * 512,
+    }  # fmt: skip
+    assert status["mean_seconds"]["time_to_first_token"] > 0 and status["history"][-1]["ago_s"] == 0
+
+
+class References(html.parser.HTMLParser):
+    """Ids, and what a page refers to."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.links, self.handlers = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            self.ids += [value] if name == "id" else []
+            self.links += [value] if name in ("src", "href", "action") else []
+            self.handlers += [name] if name.startswith("on") else []
+
+
+def test_the_page_loads_nothing_from_elsewhere(scene):
+    """A server without a way to the internet must show it, and nobody learns of a visit."""
+    answer = httpx.get(scene.url)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8" and answer.text == PAGE.read_text()
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = References()
+    page.feed(answer.text)
+    assert sorted(page.links) == ["data:,", "metrics", "status"] and not page.handlers
+    assert not re.search(r"@import|url\(|innerHTML", answer.text)
+    assert [one for one in re.findall(r"https?://\S+", answer.text) if "www.w3.org" not in one] == []
+    said = set(re.findall(r'(?:say|element|draw)\("([\w-]+)"', answer.text))
+    assert said and said <= set(page.ids), said - set(page.ids)
+
+
+def test_the_page_needs_the_key_of_the_server(scripted, tiny_target, running):
+    """Its figures say who is busy when; a browser asks its user for the key."""
+    served = Served("tiny", tiny_target.tokenizer, scripted(lambda _: [1]), 512, "fp_x", None, DefaultSampling())
+    with running(served, ServerSettings(api_keys=("secret",))) as url:
+        for path in ("/", "/status", "/metrics"):
+            assert httpx.get(url + path).status_code == 401
+            assert httpx.get(url + path, auth=("", "secret")).status_code == 200
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_the_page_in_a_browser(scene, tmp_path):
+    """A mistake in its script would leave all figures at a dash."""
+    scene.ask(max_tokens=10)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=4000", "--dump-dom", scene.url], capture_output=True, text=True, timeout=60
+    )
+    assert re.search(r'id="accept-length">3\.00<', done.stdout), done.stdout[-3000:] + done.stderr[-2000:]
+    assert ">live<" in done.stdout and "100 %" in done.stdout and "10 tokens written" in done.stdout

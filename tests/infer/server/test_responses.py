@@ -1,0 +1,228 @@
+"""/v1/responses through the openai client; /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.infer.server.test_app import NAME, Scripted
+from tests.infer.server.test_tools import PARIS, ROME, scene, seen_prompt, server
+from toolkit.infer.server.answer_pieces import Piece
+from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.responses import ResponseForm
+from toolkit.infer.server.responses_protocol import ResponsesRequest
+
+assert scene and server  # fixtures
+CHAT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+
+
+def respond(scene, **fields):
+    return scene.client().responses.create(**{"model": NAME, "input": "count apples", **fields})
+
+
+def shown(response):
+    """The items without their random ids."""
+    found = []
+    for item in response.output:
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        found.append((item.type, text, item.status))
+    return found
+
+
+@pytest.mark.parametrize("run", [1, 40])
+def test_whole_and_streamed_items_are_equal(scene, run):
+    """The events build the response that their last one carries, and that is the one that is not streamed."""
+    scene.engine.run = run
+    whole = respond(scene, tools=[TOOL])
+    assert shown(whole) == [
+        ("reasoning", "Where?", "completed"),
+        ("message", "I look.", "completed"),
+        ("function_call", PARIS, "completed"),
+        ("function_call", ROME, "completed"),
+    ]
+    assert whole.output_text == "I look." and whole.status == "completed"
+    with scene.client().responses.stream(model=NAME, input="count apples", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert shown(final) == shown(whole)
+    assert final.usage == whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    for name in ("output_text", "reasoning_text", "function_call_arguments"):
+        done = [event for event in events if event.type == f"response.{name}.done"]
+        for event in done:
+            deltas = [
+                one.delta
+                for one in events
+                if one.type == f"response.{name}.delta" and one.output_index == event.output_index
+            ]
+            assert "".join(deltas) == (event.arguments if "arguments" in name else event.text)
+
+
+def test_a_cut_response_is_incomplete(scene):
+    """Both ways say why it ended."""
+    whole = respond(scene, max_output_tokens=20)
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    last = list(respond(scene, max_output_tokens=20, stream=True))[-1]
+    assert last.type == "response.incomplete" and shown(last.response) == shown(whole)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_response_that_is_cut_by_the_server(streamed):
+    """OpenAI's types have no reason "abort": clients match on them. What was written is there."""
+    form = ResponseForm(ResponsesRequest.model_validate({"model": NAME, "input": "x"}), DefaultSampling())
+    pieces = [Piece("content", "The fo")]
+    if streamed:
+        form.piece(0, pieces[0], None)
+        form.ended(0, "abort", None, {})
+        (event,) = form.last({})
+        assert event.startswith("event: response.failed\n")
+    else:
+        form.choice(0, pieces, "abort", None)
+    whole = form.whole((), {})
+    assert openai.types.responses.Response.model_validate(whole).status == "failed"
+    assert whole["incomplete_details"] is None and whole["error"]["code"] == "server_error"
+    assert shown(openai.types.responses.Response.model_validate(whole)) == [("message", "The fo", "incomplete")]
+
+
+def test_the_items_of_a_dialogue_become_its_prompt(scene):
+    """An answer's items come back as one message, with the results of its calls after it."""
+    prompts = seen_prompt(scene)
+    first = respond(scene, tools=[TOOL])
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sun"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "count"}]}]
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    respond(scene, input=[*items, *outputs], instructions="Be brief.", tools=[TOOL])
+    system, user, assistant, results = prompts[-1].split("<|im_start|>")[1:5]
+    assert system.startswith("system\nBe brief.\n") and user == "user\ncount<|im_end|>\n"
+    assert assistant.startswith("assistant\nI look.\n<tool_call>") and assistant.count(": {") == 2
+    assert results.count("<tool_response>\nsun") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"store": True}, "store", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "none of the tools"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'type' must be"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "'input_text'",
+        ),
+        ({"input": []}, "input", "empty"),
+        ({"max_output_tokens": 5000}, "input", "context is 1024"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "missing"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "unknown field"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reads no variable"),
+    ],
+)
+def test_what_is_not_honoured(scene, fields, param, says):
+    """As in chats: a 400 with the name of the field."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        scene.client().responses.create(model=NAME, **{"input": "x", **fields})
+    assert caught.value.param == param and says in caught.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/responses",
+            {
+                "input": [{"type": None, "role": "user", "content": [{"type": "input_text", "text": "x", "a": None}]}],
+                "reasoning": {"effort": None, "summary": None},
+                "text": {"format": {"type": "text", "name": None}, "verbosity": None},
+                "stream_options": {"include_obfuscation": None},
+                "tools": [{**TOOL, "defer_loading": None}],
+            },
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": None}]}],
+                "stream": True,
+                "stream_options": {"include_usage": None, "include_obfuscation": None},
+                "response_format": {"type": "text", "json_schema": None, "schema": None},
+            },
+        ),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}),
+    ],
+)
+def test_null_is_neutral_in_nested_objects(scene, path, fields):
+    """Clients that write all fields of their types send it wherever nothing was chosen."""
+    answer = scene.post({"model": NAME, "max_tokens" if "resp" not in path else "max_output_tokens": 3, **fields}, path)
+    assert answer.status_code == 200, answer.text
+
+
+def test_tokenize_and_detokenize(scene):
+    """In vLLM's form, of texts and of chats, so that a client can count a prompt before it sends it."""
+
+    def post(path, **body):
+        return httpx.post(f"{scene.url}{path}", json=body, timeout=20)
+
+    text = "the fox — ✨"
+    reply = post("/tokenize", model=NAME, prompt=text, return_token_strs=True).json()
+    assert reply["tokens"] == scene.ids(text) and reply["count"] == len(reply["tokens"])
+    assert len(reply["token_strs"]) == reply["count"] and reply["max_model_len"] == 1024
+    assert post("/detokenize", tokens=reply["tokens"]).json() == {"prompt": text}
+    prompts = seen_prompt(scene)
+    usage = scene.ask().usage
+    chat = post("/tokenize", messages=[{"role": "user", "content": "count apples"}]).json()
+    assert chat["count"] == usage.prompt_tokens and chat["token_strs"] is None
+    assert post("/detokenize", tokens=chat["tokens"]).json()["prompt"] == prompts[0]
+    bare = post("/tokenize", messages=[{"role": "user", "content": "count apples"}], add_generation_prompt=False)
+    assert bare.json()["count"] < chat["count"]
+    for path, body, param in [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": 2 * [CHAT_TOOL]}, "tools"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens[0]"),
+    ]:
+        answer = post(path, **body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_a_stream_whose_engine_fails(scene):
+    """In the form of responses: a client that reads events by type would wait for one that never comes."""
+    scene.engine.fail_next_step = RuntimeError("out of pages")
+    *_, last = respond(scene, stream=True)
+    assert last.type == "error" and "out of pages" in last.message and last.sequence_number > 0
+    assert respond(scene).status == "completed"
+
+
+def test_responses_of_a_server_without_parsers(scripted, tiny_target, running):
+    """A plain model: one message."""
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    with running(scene.served()) as scene.url:
+        assert respond(scene).output_text == scene.text
+        events = list(respond(scene, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == scene.text
+
+
+def test_the_openapi_document(scene):
+    """Clients and fuzzers are made from it: the bodies with their fields, the served model, errors as they are."""
+    document = httpx.get(f"{scene.url}/openapi.json").json()
+    for path, field in [
+        ("/v1/chat/completions", "tool_choice"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/tokenize", "prompt"),
+        ("/detokenize", "tokens"),
+    ]:
+        described = document["paths"][path]["post"]
+        reference = described["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        body = document["components"]["schemas"][reference.rpartition("/")[2]]
+        assert field in body["properties"] and body["properties"]["model"]["const"] == NAME
+        assert "4XX" in described["responses"] and "422" not in described["responses"]

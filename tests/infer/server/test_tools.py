@@ -1,0 +1,315 @@
+"""Tools, reasoning and responses through the openai client, against a server whose engine writes what a test says."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.infer.server.test_app import NAME, USER, Scripted
+from toolkit.infer.load.answer import Answer
+from toolkit.infer.request.detokenize import Detokenizer
+from toolkit.infer.request.update import Update
+from toolkit.infer.server.message_protocol import ToolFields, forced_schema
+from toolkit.infer.server.parsers import Parsers
+from toolkit.infer.server.writing import Writing
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ADD = {"type": "function", "function": {"name": "add"}}
+PARIS, ROME = '{"city": "Paris — ✨"}', '{"city": "Rome"}'
+CALLS = "".join(f'<tool_call>\n{{"name": "get_weather", "arguments": {one}}}\n</tool_call>\n' for one in (PARIS, ROME))
+
+
+@pytest.fixture(scope="module")
+def server(scripted, tiny_target, running):
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    scene.engine.context_length = 1024
+    served = scene.served()
+    object.__setattr__(served, "parsers", Parsers("hermes", "qwen3"))
+    with running(served) as url:
+        scene.url = url
+        yield scene
+
+
+@pytest.fixture
+def scene(server):
+    """The module's server, which writes reasoning, a sentence and two calls."""
+    server.text = f"<think>\nWhere?\n</think>\n\nI look.\n{CALLS}"
+    script = server.engine.script
+    yield server
+    server.engine.script, server.engine.run = script, 3
+
+
+def seen_prompt(scene):
+    """A list that gets the text of every prompt from now on."""
+    prompts, script = [], scene.engine.script
+    scene.engine.script = lambda ids: (prompts.append(scene.tokenizer.decode(ids)), script(ids))[1]
+    return prompts
+
+
+@pytest.mark.parametrize("run", [1, 3, 40])
+def test_whole_and_streamed_calls_are_equal(scene, run):
+    """However many tokens a step accepts: reasoning, content, two calls with ids, and the finish reason."""
+    scene.engine.run = run
+    whole = scene.ask(tools=[WEATHER])
+    message = whole.choices[0].message
+    assert (message.content, message.reasoning_content) == ("I look.", "Where?")
+    assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
+        ("get_weather", PARIS),
+        ("get_weather", ROME),
+    ]
+    assert len({c.id for c in message.tool_calls}) == 2 and whole.choices[0].finish_reason == "tool_calls"
+    streamed = {"content": "", "reasoning": "", "calls": {}, "reasons": []}
+    for chunk in scene.ask(tools=[WEATHER], stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            streamed["content"] += choice.delta.content or ""
+            streamed["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            streamed["reasons"] += [choice.finish_reason] if choice.finish_reason else []
+            for delta in choice.delta.tool_calls or ():
+                if delta.id:
+                    streamed["calls"][delta.index] = [delta.function.name, ""]
+                streamed["calls"][delta.index][1] += delta.function.arguments
+        usage = chunk.usage
+    assert streamed == {
+        "content": "I look.",
+        "reasoning": "Where?",
+        "calls": {0: ["get_weather", PARIS], 1: ["get_weather", ROME]},
+        "reasons": ["tool_calls"],
+    }
+    assert usage == whole.usage
+    thought = scene.ids("<think>\nWhere?\n</think>")  # counted from where the opening mark is whole
+    expected = len(thought) - len(scene.ids("<think>")) + 1
+    assert usage.completion_tokens_details.reasoning_tokens == pytest.approx(expected, abs=1)
+
+
+def test_without_tools_a_call_is_text(scene):
+    """Who offers none must get what the model wrote; `none` takes the offer back."""
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = scene.ask(**fields).choices[0]
+        assert choice.message.content == f"I look.\n{CALLS}" and choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+
+
+def test_one_call_ends_the_answer(scene):
+    """Nothing is generated beyond the first call where a client takes only one."""
+    one = scene.ask(tools=[WEATHER], parallel_tool_calls=False)
+    both = scene.ask(tools=[WEATHER])
+    assert [c.function.arguments for c in one.choices[0].message.tool_calls] == [PARIS]
+    assert one.choices[0].finish_reason == "tool_calls"
+    assert one.usage.completion_tokens < both.usage.completion_tokens
+
+
+def test_a_cut_call_says_length(scene):
+    """Half of the arguments must not look complete."""
+    choice = scene.ask(tools=[WEATHER], max_tokens=90).choices[0]
+    assert choice.finish_reason == "length" and choice.message.tool_calls
+    assert PARIS.startswith(choice.message.tool_calls[0].function.arguments)
+
+
+class Weather(BaseModel):
+    city: str
+
+
+def test_the_clients_parser_of_calls(scene):
+    """`.parse` with models of pydantic sets `strict` in each tool, whatever tool_choice is."""
+    tool = openai.pydantic_function_tool(Weather, name="get_weather")
+    assert tool["function"]["strict"] is True
+    parsed = scene.client().chat.completions.parse(model=NAME, messages=USER, tools=[tool]).choices[0].message
+    assert [call.function.parsed_arguments for call in parsed.tool_calls] == [
+        Weather(city="Paris — ✨"),
+        Weather(city="Rome"),
+    ]
+    flat = {"type": "function", **tool["function"]}
+    output = scene.client().responses.create(model=NAME, input="x", tools=[flat]).output
+    assert [item.arguments for item in output if item.type == "function_call"] == [PARIS, ROME]
+
+
+def test_reasoning_that_is_cut(tiny_target):
+    """The update that only says "abort" has no token to count."""
+    parser = Parsers(None, "qwen3").start({}, "<think>", forced=False, one_call=False)
+    ids = tiny_target.tokenizer("Let me see", add_special_tokens=False)["input_ids"]
+    text = Detokenizer(tiny_target.tokenizer).stream([], (), 0, parser.markers)
+    one = Writing(0, None, Answer(text), parser)
+    one.read(Update(tuple(ids), (False,) * len(ids), None))
+    assert one.read(Update((), (), "abort")) == [] and one.finish_reason == "abort"
+    assert one.reasoning_tokens == len(ids)
+
+
+def test_several_answers_with_calls(scene):
+    """n > 1, streamed: each answer numbers its own calls."""
+    names = {}
+    for chunk in scene.ask(tools=[WEATHER], n=3, stream=True):
+        for choice in chunk.choices:
+            for delta in choice.delta.tool_calls or ():
+                if delta.id:
+                    names.setdefault(choice.index, []).append((delta.index, delta.function.name))
+    assert names == {index: [(0, "get_weather"), (1, "get_weather")] for index in range(3)}
+
+
+def test_the_prompt_of_a_template_without_tools(scene):
+    """The tools, the calls and the results of a turn are in it as text, in the form that the parser reads."""
+    prompts = seen_prompt(scene)
+    calls = [
+        {"id": f"call_{at}", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        for at, arguments in enumerate((PARIS, ROME))
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_0", "content": "sun"},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "content": [{"type": "text", "text": "rain"}],
+            "name": "get_weather",
+        },
+    ]
+    scene.ask(messages=messages, tools=[WEATHER, ADD])
+    system, user, assistant, results = prompts[0].split("<|im_start|>")[1:5]
+    assert system.startswith("system\nBe brief.\n\n") and json.dumps(WEATHER) in system and '"name": "add"' in system
+    assert assistant.startswith(
+        f'assistant\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+    )
+    responses = [f"<tool_response>\n{word}\n</tool_response>" for word in ("sun", "rain")]
+    assert results == "user\n" + "\n".join(responses) + "<|im_end|>\n"
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}"
+    "{% if message.name %} {{ message.name }}{% endif %}]{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_a_template_with_tools(scripted, tiny_target, running):
+    """It gets the tools with all their fields, arguments as objects, the function's name with a result, and the
+    variables that it reads; a variable that it does not read is refused."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    scene = Scripted(scripted, tokenizer)
+    prompts = seen_prompt(scene)
+    call = {"id": "x", "type": "function", "function": {"name": "get_weather", "arguments": ROME}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "rain"},
+    ]
+    served = scene.served()
+    object.__setattr__(served, "parsers", Parsers.of(tokenizer, "hermes"))
+    with running(served) as scene.url:
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        scene.ask(messages=messages, tools=[ADD], extra_body=kwargs)
+        with pytest.raises(openai.BadRequestError) as caught:
+            scene.ask(extra_body={"chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+        assert caught.value.param == "chat_template_kwargs.chat_template"
+        with pytest.raises(openai.BadRequestError) as caught:
+            scene.ask(reasoning_effort="high")
+        assert caught.value.param == "reasoning_effort"
+    described = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+    expected = json.dumps([{"type": "function", "function": described}])
+    assert prompts[0] == expected + "[user]count apples[assistant]Rome[tool get_weather]rain<think></think>"
+
+
+def test_no_parser_no_tools(scripted, tiny_target, running):
+    """Calls that nobody reads would be answered as text, in silence."""
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    with (
+        running(scene.served()) as scene.url,
+        pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught,
+    ):
+        scene.ask(tools=[WEATHER])
+    assert caught.value.param == "tools"
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "one name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "integer"}}}]},
+            "tools[0].function.parameters.type",
+            "an object",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "maybe"}, "tool_choice", "maybe"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "none of the",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "'user'"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+            "object",
+        ),
+    ],
+)
+def test_wrong_tools_name_the_field(scene, fields, param, says):
+    """A client's mistake in a nested field is found by its path."""
+    response = scene.post({"model": NAME, "messages": USER, **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and says in error["message"], error
+
+
+def test_the_schema_of_a_forced_call():
+    """A list of calls of the offered functions; references inside of a function's schema still lead to their place."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"$ref": "#"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": node}}, ADD]
+    schema = forced_schema(ToolFields.model_validate({"tools": tools, "tool_choice": "required"}))
+    assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "add"]
+    moved = schema["$defs"]["tool0"]
+    assert moved["properties"]["next"] == {"$ref": "#/$defs/tool0/$defs/N"}
+    assert moved["$defs"]["N"] == {"$ref": "#/$defs/tool0"}
+    assert schema["maxItems"] > 1
+    named = {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    schema = forced_schema(ToolFields.model_validate(named))
+    assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["add"]
+    assert schema["maxItems"] == 1
+
+
+def test_arguments_are_an_object_where_their_schema_says_nothing_of_it():
+    """Else the arguments of a forced call could be 5."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    schema = forced_schema(ToolFields.model_validate({"tools": tools, "tool_choice": "required"}))
+    assert schema["$defs"]["tool0"] == {"properties": {"a": {"type": "integer"}}, "type": "object"}
+
+
+def test_special_tokens_that_mark_calls(scripted, tiny_target, running):
+    """Mistral's mark is a special token, which gives no text elsewhere; a prompt may end inside of the reasoning."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    scene = Scripted(scripted, tokenizer)
+    scene.text = f"I ✨[TOOL_CALLS]get_weather{ROME}"
+    served = scene.served()
+    object.__setattr__(served, "parsers", Parsers("mistral"))
+    with running(served) as scene.url:
+        message = scene.ask(tools=[WEATHER]).choices[0].message
+        plain = scene.ask().choices[0].message
+    assert message.content == "I ✨" and message.tool_calls[0].function.arguments == ROME
+    assert len(message.tool_calls[0].id) == 9  # Mistral's templates refuse other ids
+    assert plain.content == f"I ✨get_weather{ROME}"

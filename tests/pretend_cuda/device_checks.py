@@ -1,0 +1,163 @@
+"""What the pretended device refuses, waits for and counts. A program, since it patches torch.
+
+Prints one JSON object: by check what was wrong (None: nothing).
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tests.pretend_cuda.device import CudaTensor, pretended_cuda
+from tests.pretend_cuda.seen import CaptureError, MixedDevicesError, seen
+from toolkit.infer.graphs.host_waits import host_wait
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.paged_reference import Pages
+
+
+def refuses(error: type[Exception], run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except error:
+        return True
+    return False
+
+
+def its_tensors_say_cuda() -> None:
+    made = torch.arange(6, device="cuda").view(2, 3)
+    assert isinstance(made, CudaTensor) and made.device == torch.device("cuda", 0) and made.is_cuda
+    assert made.to("cuda") is made and made.cpu().device.type == "cpu"
+    for other in (torch.zeros_like(made), made.new_zeros(2), made.new_tensor([1.0]), torch.tensor([1], device="cuda")):
+        assert other.device == made.device
+    moved = torch.nn.Linear(3, 2).to("cuda").to(torch.bfloat16)
+    assert moved.weight.device == made.device and moved.weight.numbers.dtype == torch.bfloat16
+    assert moved(made.bfloat16()).dtype == torch.bfloat16
+
+
+def both_devices_in_one_operation_are_refused() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="cuda")
+    assert refuses(MixedDevicesError, lambda: there + here)
+    assert refuses(MixedDevicesError, lambda: torch.cat((there, here)))
+    assert refuses(MixedDevicesError, lambda: here[torch.tensor([0], device="cuda")])
+    assert refuses(
+        MixedDevicesError, lambda: F.scaled_dot_product_attention(*(there.view(1, 2, 1),) * 2, here[None, :, None])
+    )
+    pages = Pages(*(there.view(2, 1, 1),) * 2, table=torch.tensor([[0, 1]]), page_size=1, span=2)
+    starts = torch.zeros(1, dtype=torch.long, device="cuda")
+    assert refuses(
+        MixedDevicesError, lambda: ops_for("cuda").write_kv(pages, *(there.view(1, 2, 1, 1),) * 2, starts, 0)
+    )
+    assert torch.equal((there + torch.tensor(1.0)).cpu(), here + 1), "a number of the host goes with the launch"
+
+
+def reads_are_noted() -> None:
+    values = torch.arange(3.0, device="cuda")
+    for read in (
+        values.tolist, values.cpu, values[1].item, lambda: bool(values[1] > 0), lambda: values[values > 1],
+        values.nonzero, lambda: torch.equal(values, values), torch.cuda.Event().synchronize, torch.cuda.synchronize,
+        lambda: torch.empty(3).copy_(values), lambda: torch.repeat_interleave(values, values.long()),
+    ):  # fmt: skip
+        seen.clear()
+        read()
+        assert seen.reads.total() == 1, (read, seen.reads)
+    seen.clear()
+    torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+    torch.repeat_interleave(values, values.long(), output_size=3)
+    assert not seen.reads, "the host does not wait for these"
+
+
+def uploads_are_noted() -> None:
+    store, pinned = torch.zeros(3, device="cuda"), torch.ones(3, pin_memory=True)
+    for upload in (
+        lambda: torch.ones(3).to("cuda"), lambda: torch.tensor([1, 2], device="cuda"), lambda: store[[0, 2]],
+        lambda: store[torch.tensor([1])], lambda: store.copy_(pinned),
+        lambda: store.copy_(torch.ones(3), non_blocking=True),
+    ):  # fmt: skip
+        seen.clear()
+        upload()
+        assert seen.uploads.total() == 1 and not seen.pinned, (upload, seen.uploads)
+    seen.clear()
+    store.copy_(pinned, non_blocking=True)
+    store[:2].copy_(pinned[1:], non_blocking=True)
+    torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+    torch.full((3,), 2.0, device="cuda")
+    assert not seen.uploads and seen.pinned == 3
+
+
+def launches_are_counted() -> None:
+    values = torch.ones(2, 3, 4, 4, device="cuda")
+    seen.clear()
+    values.view(-1)[:3].expand(2, 3).unsqueeze(0)
+    torch.empty_like(values)
+    assert not seen.launches, "views and allocations start no kernel"
+    values.add_(1), values.to(torch.bfloat16), values.contiguous()
+    F.scaled_dot_product_attention(values, values, values), F.rms_norm(values, (4,))
+    assert seen.launches.total() == 4
+    seen.clear()
+    scores, ids = ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
+    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1} and len(seen.compilations) == 2
+    assert scores.shape == ids.shape == (24, 2) and torch.isfinite(scores).all()
+    ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
+    assert len(seen.compilations) == 2, "the same variant again"
+    ops_for("cuda").top_log_probs(values.bfloat16().flatten(0, 2), 2)
+    assert len(seen.compilations) == 3, "the first kernel, of another type"
+
+
+def a_graph_runs_its_operations_again() -> None:
+    """Not the code of the host, whose numbers are part of it."""
+    values, factor = torch.ones(3, device="cuda"), 2.0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = values * factor
+        values.add_(1)
+        best = ops_for("cuda").argmax(values[None])
+    factor = 5.0
+    values.copy_(torch.tensor([3.0, 7.0, 4.0]))
+    graph.replay()
+    assert doubled.tolist() == [6, 14, 8] and values.tolist() == [4, 8, 5] and best.tolist() == [1]
+    for refused in (values.tolist, lambda: torch.tensor([1.0], device="cuda"), lambda: values[[0]]):
+        with torch.cuda.graph(graph):
+            assert refuses(CaptureError, refused)
+
+
+def waits_are_found_before_a_recording() -> None:
+    values, first = torch.arange(3.0, device="cuda"), torch.tensor([0])
+    with torch.inference_mode():
+        for wait in (
+            lambda: values.max().item(), lambda: values[values > 1], lambda: values[first], lambda: values.to("cpu"),
+            lambda: torch.equal(values, values), lambda: torch.ones(3).to("cuda"),
+        ):  # fmt: skip
+            assert host_wait(wait) is not None, wait
+        assert host_wait(lambda: values[values.long()].to(torch.bfloat16).clamp(max=1) + 1) is None
+
+
+def autograd_reaches_its_weights() -> None:
+    layer = torch.nn.Sequential(torch.nn.RMSNorm(3), torch.nn.Linear(3, 2)).to("cuda")
+    layer(torch.ones(2, 3, device="cuda")).sum().backward()
+    assert all(one.grad is not None and one.grad.device.type == "cuda" for one in layer.parameters())
+
+
+CHECKS = (
+    its_tensors_say_cuda, both_devices_in_one_operation_are_refused, reads_are_noted, uploads_are_noted,
+    launches_are_counted, a_graph_runs_its_operations_again, waits_are_found_before_a_recording,
+    autograd_reaches_its_weights,
+)  # fmt: skip
+
+
+def outcome(check: Callable[[], None]) -> str | None:
+    own = torch.cuda.Event
+    try:
+        with pretended_cuda():
+            check()
+        assert torch.cuda.Event is own, "torch is patched after the end of the block"
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps({check.__name__: outcome(check) for check in CHECKS}))

@@ -1,0 +1,160 @@
+"""The engine on a CUDA device that is not there, in many configurations. A program, since it patches torch:
+
+    python -m tests.pretend_cuda.engine_cases eagle3/3,1,4/greedy none//drawn ..
+
+Prints one JSON object: by case and kind of rounds ("eager" or "recorded") what differs from the CPU's answers (None:
+nothing), and the reads and uploads of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.infer.conftest import build_shared_head, build_small_draft, build_small_target
+from tests.pretend_cuda.device import pretended_cuda
+from tests.pretend_cuda.seen import seen
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.choose_drafter import Draft, Lookup
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.target import Target
+
+ROWS = 3
+LENGTHS = (5, 19, 2, 33, 9)  # ragged prompts, some read in chunks; more than ROWS, so that rows change
+TEXT = [7, 3, 11, 3, 5]  # prompts repeat it, for lookup
+# Settings of requests, in turn.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}],
+    "drawn": [{"temperature": 0.8}, {}],
+    "cut": [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5, "min_p": 0.01}, {}],
+    "asking": [
+        {}, {"temperature": 0.8}, {"logprobs": 1, "max_tokens": 9},
+        {"logprobs": 3, "logit_bias": {7: 1.0}, "repetition_penalty": 1.2, "min_tokens": 4}, {"presence_penalty": 0.5},
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """draft: a name as in tests/infer/conftest.py, "none", "composed" or "adaptive". verify: as of the engine."""
+
+    draft: str
+    shape: str
+    settings: str
+    verify: str = "target"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        return cls(*text.split("/"))
+
+
+def draft_of(name: str, target: Target) -> Draft | None:
+    if name == "none":
+        return None
+    if name == "ngram":
+        return NgramLookup(max_n=3, min_n=1)
+    if name in ("eagle3", "composed", "adaptive"):
+        return build_small_draft(target)
+    return build_shared_head(target, name)
+
+
+def engine_of(case: Case, target: Target, graphs: GraphSettings | None, verify: str) -> Engine:
+    """An engine of the case with a head on the target's device."""
+    draft = draft_of(case.draft, target)
+    if isinstance(draft, DraftCheckpoint):
+        draft = replace(draft, head=copy.deepcopy(draft.head).to(target.device))
+    return Engine(
+        target, draft, None if draft is None else DraftShape.parse(case.shape), max_running_requests=ROWS,
+        context_length=128, verify=verify, adaptive=case.draft == "adaptive", graphs=graphs,
+        lookup=Lookup() if case.draft == "composed" else None,
+        memory=MemorySettings(1400, chunked_prefill_size=16, scattered_pages=True),
+    )  # fmt: skip
+
+
+def answers(case: Case, engine: Engine, step: Callable[[], Any] | None = None) -> list[list[Any]]:
+    """Of every request: its tokens, the drafts accepted by step (not of adaptive drafting, which looks at the clock),
+    and the tokens of its log-probabilities. One of those that ask is not speculative."""
+    generator, kinds, requests = torch.Generator().manual_seed(1), SETTINGS[case.settings], []
+    for i, length in enumerate(LENGTHS):
+        prompt = torch.randint(1, 24, (length,), generator=generator).tolist()
+        if case.draft in ("composed", "ngram"):
+            prompt = (TEXT * length)[:length]
+        seed = None if case.verify == "auto" and i % 2 else i  # "auto" draws drafts for requests that state no seed
+        params = SamplingParams(**{"max_tokens": 14 + i, "seed": seed, **kinds[i % len(kinds)]})
+        requests.append(engine.add_request(prompt, params, speculative=(i, case.settings) != (3, "asking")))
+    while engine.has_work():
+        (step or engine.step)()
+        engine.check_integrity()
+    engine.close()
+    timed = case.draft == "adaptive"
+    return [
+        [one.output_ids, [] if timed else [event.accepted for event in one.events], [x.token_id for x in one.logprobs]]
+        for one in requests
+    ]
+
+
+class Rounds:
+    """Steps an engine, and notes the most reads and pageable uploads of a step that reads no prompt and records no
+    round."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.reads, self.uploads = 0, 0
+        self.lines: set[str] = set()  # of those
+
+    def step(self) -> None:
+        prompts = bool(self._engine.scheduler.waiting) or self._engine.scheduler.reading is not None
+        seen.clear()
+        recordings = seen.recordings
+        self._engine.step()
+        if not prompts and seen.recordings == recordings:
+            self.reads = max(self.reads, seen.reads.total())
+            self.uploads = max(self.uploads, seen.uploads.total())
+            self.lines |= {*seen.reads, *seen.uploads}
+
+
+def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, Any]:
+    """The case's answers beside the CPU's, and what its rounds did. engine: on the device."""
+    replays, rounds = seen.replays, Rounds(engine)
+    got = answers(case, engine, rounds.step)
+    return {
+        "different": [[mine, theirs] for mine, theirs in zip(got, wanted, strict=True) if mine != theirs],
+        "reads": rounds.reads,
+        "uploads": rounds.uploads,
+        "lines": sorted(rounds.lines),
+        "replays": seen.replays - replays,
+        "accepted": max((most for _, accepted, _ in got for most in accepted), default=0),
+    }
+
+
+def compare(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """By case and kind of rounds."""
+    host, found = build_small_target(), {}
+    for text in texts:
+        case = Case.parse(text)
+        # Recorded rounds draw no drafts, so for them "auto" is "target".
+        verify = {"eager": case.verify, "recorded": "target" if case.verify == "auto" else case.verify}
+        wanted = {one: answers(case, engine_of(case, host, None, one)) for one in set(verify.values())}
+        with pretended_cuda():
+            target = replace(host, model=copy.deepcopy(host.model).to("cuda"))
+            found[text] = {}
+            for kind, graphs in (("eager", None), ("recorded", GraphSettings(ROWS, at_start=False))):
+                found[text][kind] = compared(case, engine_of(case, target, graphs, case.verify), wanted[verify[kind]])
+    return found
+
+
+if __name__ == "__main__":
+    with patch("secrets.randbits", lambda _bits: 5):  # the seeds of requests that state none
+        print(json.dumps(compare(sys.argv[1:])))

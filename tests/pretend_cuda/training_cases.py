@@ -1,0 +1,113 @@
+"""Steps of training on a CUDA device that is not there. A program, since it patches torch:
+
+    python -m tests.pretend_cuda.training_cases eagle3 eagle3-window,pack ..
+
+Prints one JSON object: by case and precision, how far losses and trained weights are from the CPU's (relative), what
+the last step read, and which of the package's kernels it launched.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.conftest import build_target
+from tests.pretend_cuda.device import pretended_cuda
+from tests.pretend_cuda.kernels import training_on_references
+from tests.pretend_cuda.seen import seen
+from toolkit.data.batches import Batch, Example, collate
+from toolkit.targets.target import Target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
+from toolkit.train.optimizer import build_optimizer
+from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
+
+K, STEPS = 3, 2
+KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part")
+HEADS = {
+    "eagle3": HeadSettings(),
+    "eagle3-window": HeadSettings(sliding_window=5, norm_output=True),
+    "eagle2": HeadSettings(kind="eagle2"),
+    "mtp": HeadSettings(kind="mtp", layers=2),
+}
+UNROLLS = {
+    "": UnrollSettings(ttt_steps=K),
+    "pack": UnrollSettings(ttt_steps=K),
+    "anchors": UnrollSettings(ttt_steps=K, anchors=4),
+    "checkpointing": UnrollSettings(ttt_steps=K, checkpointing=True),
+    "hybrid": UnrollSettings(ttt_steps=K, loss="lk_hybrid"),
+}
+
+
+def batch_of(vocabulary: int, pack: bool) -> Batch:
+    """Six ragged texts of random tokens."""
+    generator, examples = torch.Generator().manual_seed(5), []
+    for number, length in enumerate((9, 21, 6, 12, 5, 4)):
+        ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+        prompt = 1 + number % 2
+        examples.append(Example(str(number), ids, [False] * prompt + [True] * (length - prompt)))
+    return collate(examples, pad_id=0, pack=pack)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """losses: of each optimizer step, by unroll step. weights: all in a row. reads, launches: of the last step."""
+
+    losses: list[list[float]]
+    weights: torch.Tensor
+    reads: dict[str, int]
+    launches: dict[str, int]
+
+
+def train(case: str, precision: str, target: Target) -> Trained:
+    """STEPS steps from random weights."""
+    head_name, _, unroll_name = case.partition(",")
+    settings = TrainSettings(
+        head=HEADS[head_name], unroll=UNROLLS[unroll_name], optimizer=OptimizerSettings(name="adamw"),
+        precision=precision,  # type: ignore[arg-type]
+    )  # fmt: skip
+    plan = plan_head(settings, target, TokenMap.from_ids(range(0, target.vocab_size, 2), target.vocab_size))
+    side = TargetSide(target, plan.token_map, plan.aux_layer_ids, precision)
+    model = trained_head(plan, settings, start_head(plan, settings, target, seed=0), side.teacher)
+    model = model.to(side.head_dtype)
+    optimizer = build_optimizer(model.head, settings)
+    batch = batch_of(target.vocab_size, unroll_name == "pack")
+    counts, losses = supervised_counts(batch, K, 0).clamp(min=1), []
+    for step in range(STEPS):
+        seen.clear()  # what is left in the end is the last step's
+        loss, by_step, *_ = micro_step(model, side, batch, counts, K, 0, anchors_of(plan, settings, 0, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(by_step)
+    reads, launches = dict(seen.reads), dict(seen.launches)
+    side.capture.remove()
+    weights = torch.cat([one.detach().flatten().float() for one in model.head.parameters()])
+    return Trained([one.tolist() for one in losses], weights.cpu(), reads, launches)
+
+
+def compare(cases: list[str]) -> dict[str, dict[str, Any]]:
+    host, found = build_target(), {}
+    wanted = {(case, precision): train(case, precision, host) for case in cases for precision in ("fp32", "bf16")}
+    with pretended_cuda(), training_on_references():
+        target = replace(host, model=copy.deepcopy(host.model).to("cuda"))
+        for (case, precision), theirs in wanted.items():
+            ours = train(case, precision, target)
+            mine, own = (torch.tensor(one.losses, dtype=torch.float64) for one in (ours, theirs))
+            found[f"{case} {precision}"] = {
+                "losses": ((mine - own).abs() / own.abs()).max().item(),
+                "weights": ((ours.weights - theirs.weights).norm() / theirs.weights.norm()).item(),
+                "reads": ours.reads,
+                "kernels": [name for name in KERNELS if name in ours.launches],
+            }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare(sys.argv[1:])))

@@ -1,0 +1,238 @@
+"""Drafts with a block drafter (`heads/block.py`): one pass scores all tokens of a chain, which are then chosen in turn.
+
+Shapes: B rows, P unread positions a row, b places of a block, H head hidden size, D size of the draft vocabulary.
+
+With L tokens committed, the root x_{L-1} is the first place of the block. Of earlier positions the cache has keys and
+values of the target's features; those of the block stand after them for one pass, and the next features overwrite them:
+
+    position       ..  L-3      L-2       L-1       L        ..   L-2+b
+    cache          ..  f_{L-3}  f_{L-2}   x_{L-1}   mask 1   ..   mask b-1
+    scores of                             level 1   level 2  ..   level b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.block import BlockHead
+from toolkit.heads.layer_ops import using
+from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.draft_masks import DraftMasks
+from toolkit.infer.drafters.draft_rollout import DraftRollout
+from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws
+from toolkit.infer.drafters.drafter import DraftRanks
+from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
+from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.targets.target import Target
+
+DEFAULT_SHAPE = DraftShape.chain(4)
+
+
+def block_size(draft: DraftCheckpoint | NgramLookup | None) -> int:
+    """Returns how many tokens a block drafter drafts at once; 0 for any other draft."""
+    return draft.head.config.drafts_at_once if isinstance(draft, DraftCheckpoint) else 0
+
+
+def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
+    """Returns a chain of 4, or of as many tokens as a block drafter drafts at once."""
+    return DraftShape.chain(block_size(draft)) if block_size(draft) else DEFAULT_SHAPE
+
+
+def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
+    """Returns those of `shapes` that the draft can draft: of a block drafter chains up to the size of its block."""
+    most = block_size(draft)
+    return [one for one in shapes if not most or one.fits_in(DraftShape.chain(most))]
+
+
+class BlockReader(HeadReader):
+    """`read` writes known positions to the cache; `draft` runs a block; `logits` adds the Markov bias.
+
+    _bias [r, D]: the second factor of the bias; None if the rows of the output matrix change (dynamic rows).
+    """
+
+    def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
+        super().__init__(head, target, pool)
+        self._bias = None if head.dynamic is not None else self._bias_of_rows()
+
+    def _bias_of_rows(self) -> Tensor:
+        block = block_of(self.head)
+        units = torch.eye(block.config.markov_rank, dtype=self.dtype, device=self._device)
+        return self.head.scores(block.markov_out(units))
+
+    def weights_changed(self) -> None:
+        """Computes the bias again, in place: recorded rounds read it."""
+        if self._bias is not None:
+            self._bias.copy_(self._bias_of_rows())
+
+    def read(
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
+    ) -> Tensor:
+        """Write the keys and values of hidden [B, n, 2H] at positions [B, n] < reach. Returns `hidden`."""
+        rows, new = positions.shape
+        layers = count()
+
+        def write(k: Tensor, v: Tensor) -> None:
+            k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+            metadata.write(next(layers), k, v)
+
+        with using(self._ops):
+            block_of(self.head).write_context(hidden.flatten(0, 1), positions.flatten(), reach, write)
+        return hidden
+
+    def draft(
+        self, roots: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
+    ) -> Tensor:
+        """Roots [B, 1], hidden [B, 1, 2H] of the features before them, positions [B, b] -> states [B, b, H]."""
+        size = positions.shape[1]
+        return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
+
+    def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
+        """Logits [B, n, D] of states [B, n, H] with `scores` [B, n, D], after tokens [B, n]."""
+        block, embeds = block_of(self.head), self._embed(before).to(self.dtype)
+        if self._bias is None:
+            return self.head.scores(block.after(states, embeds))
+        return scores + block.before(embeds) @ self._bias
+
+    def confidence(self, states: Tensor, before: Tensor) -> Tensor:
+        """Chance [B, n] that the target accepts the draft of states [B, n, H], after tokens [B, n], if it accepts those
+        before."""
+        block = block_of(self.head)
+        return block.confident(block.after(states, self._embed(before).to(self.dtype))).float().sigmoid()
+
+
+def block_of(head: DraftingHead) -> BlockHead:
+    assert isinstance(head.module, BlockHead), "a block drafter has a block head"
+    return head.module
+
+
+class BlockRollout(DraftRollout):
+    """The unread positions of one round, and the block after them. levels: of the chain that is drafted."""
+
+    _reader: BlockReader
+
+    def __init__(
+        self, reader: BlockReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, levels: int
+    ) -> None:
+        self._size, self._lengths, self._levels_drafted = reader.head.config.drafts_at_once, rows.lengths, levels
+        # The room of the nodes that a chain of so many levels would add.
+        super().__init__(reader, rows, tokens, hidden, carry, levels=self._size)
+        self._place = 0
+
+    def at_roots(self) -> Tensor:
+        """Runs the block. Returns the states at its first place, [B, 1, H]."""
+        self._run_block()
+        return self.block[:, :1]
+
+    def grow(self, states: Tensor, tokens: Tensor, parents: Tensor | None = None, sees: Tensor | None = None) -> Tensor:
+        """Takes the drafts [B, 1] of a level. Returns the states at the next place of the block, [B, 1, H]."""
+        if self.within is not None:
+            self.within.grow(tokens, parents)
+        self._place, self._before = self._place + 1, tokens
+        return self.block[:, self._place, None]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns the logits [B, 1, D] at the current place, with the bias of the token before."""
+        logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
+        return logits if self.within is None else self.within(logits)
+
+    def shadow_ranks(self, counts: Sequence[int], to_target: Tensor, width: int) -> DraftRanks:
+        """As `DraftRollout.shadow_ranks`, for one position a row: the token before the root, which the root follows."""
+        self._run_block(back=1)
+        right = self.tokens.gather(1, self._roots)
+        drafts = to_target[self.logits(self.block[:, :1])[:, 0].topk(min(width, len(to_target)), dim=-1).indices]
+        hits = drafts == right
+        found = torch.where(hits.any(dim=1), hits.int().argmax(dim=1), width).tolist()
+        # The block stood where the last of the unread positions belong.
+        self._read(self.tokens, self.states, self._positions[0], self._levels[0][2])
+        return [[rank] if held > 1 else [] for rank, held in zip(found, counts, strict=True)]
+
+    def _run_block(self, back: int = 0) -> None:
+        """Runs the block whose first place is the root, or the token `back` places before it."""
+        at = (self._roots - back).clamp(min=0)
+        lengths, self._before = self._lengths - back, self.tokens.gather(1, at)
+        hidden = self.states.gather(1, at[:, :, None].expand(-1, -1, self.states.shape[2]))
+        places, sees = _block(self._size, lengths.device)
+        sees = sees.expand(len(lengths), -1, -1)
+        metadata = tree_metadata(self._reader.caches[0], self._table, lengths, self._reach, sees, None)
+        self.block = self._reader.draft(self._before, hidden, lengths[:, None] + places, metadata, self._reach)
+        self._scores = self._reader.head.logits(0, self.block[:, : self._levels_drafted])
+
+
+@cache  # never freed: recorded rounds read them
+def _block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns 0 .. size-1, and which places of a block each of them attends to: all, [size, size] bool."""
+    return torch.arange(size, device=device), torch.ones(size, size, dtype=torch.bool, device=device)
+
+
+class BlockDrafter(HeadDrafter):
+    """`HeadDrafter` for a block drafter: chains up to the size of a block."""
+
+    reader_class = BlockReader
+    reader: BlockReader
+
+    def __init__(
+        self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, draws: Draws | None = None
+    ) -> None:
+        self._least, self.ends_chains = draft.least_confidence, draft.least_confidence > 0
+        super().__init__(target, draft, shape, pool, draws=draws)
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.reader.weights_changed()
+
+    def set_shape(self, shape: DraftShape) -> None:
+        most = self._head.config.drafts_at_once
+        if not shape.is_chain or shape.num_steps > most:
+            raise DraftShapeError(
+                f"draft shape {shape.as_text()}: this head drafts blocks of {most} tokens, so it drafts chains of at "
+                f"most {most}; give {DraftShape.chain(most).as_text()}, or fewer"
+            )
+        super().set_shape(shape)
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + self._head.config.drafts_at_once
+
+    def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> BlockRollout:
+        held = (slice(len(rows.roots)), slice(unread))
+        hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
+        carry = self.inputs.carry[held[0]]
+        levels = shape.num_steps if shape else 1
+        self._nodes = BlockRollout(self.reader, rows, self.inputs.tokens[held], hidden, carry, levels)
+        return self._nodes
+
+    def draft(
+        self,
+        rows: RoundRows,
+        shape: DraftShape,
+        own: Sequence[DraftShape | None],
+        sampling: DraftSampling,
+        unread: int,
+        within: DraftMasks | None = None,
+    ) -> DraftTree:
+        """As `HeadDrafter.draft`. Chains end before the draft with which the chance that all are accepted falls below
+        the draft's least confidence. It depends on earlier drafts, not on the one that is left out, so the verify rules
+        stay exact."""
+        tree = super().draft(rows, shape, own, sampling, unread, within)
+        if not self.ends_chains or tree.nodes == 1:
+            return tree
+        chance = self.reader.confidence(self._nodes.block[:, : tree.nodes - 1], tree.tokens[:, :-1]).cumprod(dim=1)
+        counts = ((chance >= self._least) & tree.valid[:, 1:]).sum(dim=1).tolist()
+        most = max(counts)
+        if most == 0:
+            return root_only(rows.roots)
+        proposal = tree.proposal
+        if proposal is not None:
+            proposal = replace(proposal, q=proposal.q[:, :most])
+        return chain_tree(rows.roots, tree.tokens[:, 1 : 1 + most], counts, proposal)

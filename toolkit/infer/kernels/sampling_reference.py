@@ -1,0 +1,85 @@
+"""Cuts of a distribution and random numbers in plain torch: the reference that the Triton kernels must match.
+
+Shapes: M rows, V vocabulary, W most probable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
+GOLDEN = -7046029254386353131
+
+
+def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device) -> tuple[int, ...]:
+    """Return the values of W to try in order, out of `size` tokens. The last one is enough for every row.
+
+    open_top_p: some row has a top-p without a top-k before it.
+    """
+    if not open_top_p:
+        return (min(size, max(1, largest_k)),)
+    if device.type != "cpu":
+        return (size,)
+    return (*(width for width in TOP_WIDTHS if largest_k <= width < size), size)
+
+
+def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
+    """Return the least logit that top-k, top-p and min-p keep, [M, 1] fp32; -inf if they cut nothing.
+
+    logits [M, V] fp32. top_k int64, top_p fp64, min_p fp32 [M]: the values 0, 1 and 0 cut nothing. top-k keeps the k
+    largest logits, and those equal to the last of them; top-p the fewest of these with the share top_p of their mass;
+    min-p those with min_p times the largest probability. widths: as `widths_for` returns them.
+    """
+    floor, certain = _floors(logits, top_k, top_p, min_p, widths[0])
+    for width in widths[1:]:
+        rows = (~certain).nonzero().squeeze(1)
+        if not len(rows):
+            break
+        floor[rows], certain[rows] = _floors(logits[rows], top_k[rows], top_p[rows], min_p[rows], width)
+    return floor
+
+
+def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Compute the least logit kept from the `width` most probable tokens. width >= every top_k.
+
+    Return (floors [M, 1], certain [M] bool). certain is False where these tokens do not reach the mass of top-p.
+    """
+    # For the whole vocabulary a sort is faster than topk, which searches for the k largest before it sorts them.
+    every = width == logits.shape[1]
+    top = (logits.sort(dim=-1, descending=True) if every else logits.topk(width, dim=-1)).values
+    # top-k: drop the tokens below the k-th largest; top-p then counts in shares of the mass that is left.
+    kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
+    limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
+    # log_softmax works by row; the bits of logsumexp and of a log in float32 depend on the rows beside it.
+    whole = top[:, :1] - logits.masked_fill(logits < limit, -torch.inf).log_softmax(dim=-1).amax(dim=-1, keepdim=True)
+    mass = (top - whole).double().exp().masked_fill(top < limit, 0.0)
+    # top-p: the first place where the sorted mass reaches top_p is the last place kept.
+    reached = mass.cumsum(dim=-1) >= top_p[:, None]
+    inside = reached.any(dim=-1)
+    last = torch.where(inside, reached.int().argmax(dim=-1), width - 1)
+    floor = top.gather(1, last[:, None]).masked_fill(top_p[:, None] == 1, -torch.inf)
+    floor = torch.maximum(floor, limit)
+    floor = torch.maximum(floor, top[:, :1] + min_p.double().log().float()[:, None])
+    return floor, inside | (top_p == 1) | (top_k > 0)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return SplitMix64 (Steele et al., OOPSLA 2014) of (seed, position), int64 that broadcast: float64 in [0, 1)."""
+    x = mix(seeds) + positions * GOLDEN
+    return _shift(mix(x), 11).double() * 2.0**-53
+
+
+def mix(x: Tensor) -> Tensor:
+    """Return SplitMix64's output function of a state, int64."""
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Return the logical right shift of int64 (the shift of torch keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
