@@ -48,12 +48,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """draft: a name as in tests/infer/conftest.py, "none", "composed" or "adaptive". verify: as of the engine."""
+    """draft: a name as in tests/infer/conftest.py, "none", "composed" or "adaptive". verify: as of the engine.
+    deterministic: any text; "": without."""
 
     draft: str
     shape: str
     settings: str
     verify: str = "target"
+    deterministic: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -78,6 +80,7 @@ def engine_of(case: Case, target: Target, graphs: GraphSettings | None, verify: 
     return Engine(
         target, draft, None if draft is None else DraftShape.parse(case.shape), max_running_requests=ROWS,
         context_length=128, verify=verify, adaptive=case.draft == "adaptive", graphs=graphs,
+        deterministic=bool(case.deterministic),
         lookup=Lookup() if case.draft == "composed" else None,
         memory=MemorySettings(1400, chunked_prefill_size=16, scattered_pages=True),
     )  # fmt: skip

@@ -53,6 +53,12 @@ def test_the_engine_writes_what_it_writes_on_the_cpu() -> None:
     assert found["eagle3/3,3,8/cut"]["recorded"]["accepted"], "nothing was accepted, so little was walked or moved"
 
 
+def test_deterministic_engines_write_what_they_write_on_the_cpu() -> None:
+    """Other attention and products, in recorded rounds too. The case is alone, since the target's modules change."""
+    found = check(("eagle3/3,3,8/asking/target/deterministic",))
+    assert all(one["accepted"] for kinds in found.values() for one in kinds.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "accepting"), [(OTHER_HEADS, {"eagle2", "mtp"}), (RULES, {"eagle3", "ngram", "composed"})]

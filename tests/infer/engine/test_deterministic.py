@@ -6,9 +6,10 @@ rows, or in the last places of a vector, shows at some of them.
 
 from __future__ import annotations
 
+import copy
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -257,6 +258,39 @@ def test_what_the_option_does_not_hold_for():
     target = Target(AutoModelForCausalLM.from_config(config), tokenizer, "experts")
     with pytest.raises(UnsupportedTargetError, match="`deterministic` is set, and model.layers.0"):
         Engine(target, deterministic=True)
+
+
+def test_what_a_gpu_computes_by_a_program_of_a_library():
+    """Its programs depend on the number of rows: such a target must be refused before the first answer."""
+
+    class OwnLinear(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class OwnRMSNorm(torch.nn.Module):
+        pass
+
+    said = [
+        attention_modules._of_library("here", module)
+        for module in (torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), OwnLinear(2, 2), OwnRMSNorm())
+    ]
+    assert said[:2] == [None, None]
+    assert said[2:] == ["here (OwnLinear) has a product of its own", "here (OwnRMSNorm) is a norm without a kernel"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_bits_on_a_gpu(name, dtype):
+    """As on a CPU: batches, kept prefixes, chunks, chains and trees."""
+    target, draft = build(name, packed=False, dtype=dtype)
+    target = replace(target, model=copy.deepcopy(target.model).to("cuda"))
+    draft = replace(draft, head=copy.deepcopy(draft.head).to("cuda"))
+    asked, chance = Asked.of(1, 16), random.Random(name)
+    wanted = plain_answers(target, asked, deterministic=True)
+    for _ in range(6):
+        assert written(random_schedule(chance, target, draft, deterministic=True), asked, chance) == wanted
 
 
 def test_functions_of_a_row_do_not_depend_on_its_place():

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python engine_on_kernels.py
 
-Prints one JSON object: the answers of the reference ops, those of the kernels, how often each kernel ran, and the most
-drafts that a step accepted.
+Prints one JSON object: the answers of the reference ops, those of the kernels, how often each kernel ran, the most
+drafts that a step accepted, and the answers of three schedules with `deterministic`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,20 @@ def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list
     return found
 
 
+def in_order(target: Target, draft: DraftCheckpoint) -> list[Any]:
+    """Tokens and log-probabilities with `deterministic`: one by one, with a chain, and with a tree in a batch."""
+    prompts, found = [[3 + i * 5 % 17 for i in range(n)] for n in (4, 19, 11)], []
+    memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
+    asked = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
+    for shape, rows in ((None, 1), ("2,1,3", 1), ("3,3,8", 2)):
+        drafts = {} if shape is None else {"draft": draft, "shape": DraftShape.parse(shape)}
+        engine = Engine(target, **drafts, max_running_requests=rows, memory=memory, deterministic=True)
+        requests = engine.generate(prompts, asked)
+        found.append([[one.output_ids, [x.logprob for x in one.logprobs]] for one in requests])
+        engine.close()
+    return found
+
+
 if __name__ == "__main__":
     target, draft = target_and_head()
     accepted: list[int] = []
@@ -92,4 +106,5 @@ if __name__ == "__main__":
     every = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "paged_width"}
     active = replace(kernels, **{name: counted(name, op) for name, op in every.items() if op is not None})
     got = answers(target, draft, accepted)
-    print(json.dumps({"wanted": wanted, "got": got, "ran": ran, "accepted": max(accepted)}))
+    bits = in_order(target, draft)
+    print(json.dumps({"wanted": wanted, "got": got, "ran": ran, "accepted": max(accepted), "in_order": bits}))

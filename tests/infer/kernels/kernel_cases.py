@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from toolkit.infer.attention.paged_metadata import paths_of
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask, root_beams
@@ -169,6 +170,81 @@ def attention(case: Attention) -> Callable[[Ops, Ops, str], None]:
         )
         assert moved.dtype == case.dtype and moved.shape == want.shape
         close(moved.cpu(), want, device == "cpu")
+
+    return compare
+
+
+IN_ORDER = [
+    Attention(3, 3, 64, (0, 5, 37), 1, BF16, compiled=True),  # decoding
+    Attention(2, 8, 128, (0, 19), 6, BF16),  # chunks of prompts
+    Attention(1, 9, 96, (3, 30), 9, page_size=8, window=5),
+    Attention(2, 2, 24, (17, 0), 20, page_size=4, value_width=12, softcap=2.0, sinks=True),
+    Attention(2, 4, 128, (70, 1), 30, BF16, page_size=32, compiled=True),
+    Attention(4, 1, 64, (0, 5, 37), 1, nodes=1, page_size=4),
+    Attention(1, 6, 256, (20, 3), 32, BF16, nodes=32, softcap=2.0, compiled=True),
+    Attention(1, 2, 256, (63,), 11, nodes=11, window=9, softcap=3.0, sinks=True, compiled=True),
+    Attention(2, 2, 24, (8, 17), 5, nodes=9, value_width=12, page_size=4),
+    Attention(1, 3, 64, (2, 62), 40, nodes=40),  # over the end of a block
+]
+
+
+def attention_in_order(case: Attention) -> Callable[[Ops, Ops, str], None]:
+    """Equal to the reference, and each query to the bit to plain decoding of its position: one row, one query, all its
+    keys committed, in other pages."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        pages, q, scoring, rows = case.pages(), case.queries(), case.scoring(), len(case.held)
+        held, path = torch.tensor(case.held), torch.arange(case.new).expand(rows, 1, case.new)
+        counts = path[:, 0] + 1
+        if case.nodes:
+            mask = ancestor_mask(random_trees(rows, case.nodes)[0][:, 1:], case.nodes)[:, -case.new :]
+            path, counts = paths_of(mask)
+        clean = replace(pages, keys=pages.keys.nan_to_num().float(), values=pages.values.nan_to_num().float())
+        want = reference.attend_paths(q.float(), clean, held, path, counts, scoring)
+        sinks = None if scoring.sinks is None else scoring.sinks.to(device)
+
+        def run(q: torch.Tensor, pages: Pages, *where: torch.Tensor) -> torch.Tensor:
+            there = replace(pages, **{name: getattr(pages, name).to(device) for name in ("keys", "values", "table")})
+            moved = (one.to(device) for one in where)
+            return kernels.attend_paths(q.to(device), there, *moved, scoring._replace(sinks=sinks)).cpu()
+
+        got = run(q, pages, held, path, counts)
+        assert got.dtype == case.dtype and got.shape == want.shape
+        close(got, want, device == "cpu")
+        size = pages.page_size
+        for row, new in ((row, new) for row in range(rows) for new in range(case.new)):
+            own = path[row, 0 if len(path[row]) == 1 else new, : counts[row, new]]
+            order = torch.cat((torch.arange(case.held[row]), case.held[row] + own))
+            places = pages.table[row, order // size] * size + order % size
+            spare = -len(order) % size
+            stores = [
+                torch.cat((one[places], one.new_full((spare, *one.shape[1:]), float("nan"))))
+                for one in (pages.keys, pages.values)
+            ]
+            table = torch.arange((len(order) + spare) // size)[None]
+            length, none, one = torch.tensor([len(order) - 1]), torch.zeros(1, 1, 1).long(), torch.ones(1, 1).long()
+            alone = run(q[row : row + 1, :, new : new + 1], Pages(*stores, table, size, len(order)), length, none, one)
+            assert torch.equal(alone[0, 0], got[row, new]), f"row {row}, query {new}: other bits alone"
+
+    return compare
+
+
+def multiplying(width: int, size: int, dtype: torch.dtype, bias: bool, turned: bool) -> Callable[..., None]:
+    """Equal to the reference; a row has the same bits in products of 1 to 40 rows, at any place among them."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        x, weight = randn(70, width, dtype=dtype).to(device), randn(size, width, dtype=dtype).to(device) / width**0.5
+        if turned:
+            weight = weight.t().contiguous().t()
+        added = randn(size, dtype=dtype).to(device) if bias else None
+        whole = kernels.product(x, weight, added)
+        want = reference.product(x.cpu().float(), weight.cpu().float(), None if added is None else added.cpu().float())
+        assert whole.dtype == dtype and whole.shape == want.shape
+        close(whole.cpu(), want, device == "cpu")
+        for count in range(1, 41):
+            some = kernels.product(x[count : 2 * count - count // 3].view(1, -1, width), weight, added)[0]
+            assert torch.equal(some, whole[count : 2 * count - count // 3][: len(some)]), f"rows from {count} on"
+            assert torch.equal(kernels.product(x[:count], weight, added), whole[:count]), f"{count} rows"
 
     return compare
 
@@ -557,6 +633,10 @@ NORMS = (
 )  # fmt: skip
 CUTS = ((40, 1.0), (1500, 0.3), (3000, 3.0))
 NUMBERS = ((1, 1), (3, 70), (200, 2))
+PRODUCTS = (
+    (100, 50, FP32, True, False), (100, 50, BF16, False, True), (64, 48, FP32, False, False),
+    (96, 80, BF16, True, False), (32, 8320, FP16, False, False),
+)  # fmt: skip
 GROWN = ((8, 7, 2, False, False), (3, 4, 3, True, False), (2, 2, 1, False, True), (10, 3, 2, True, True))
 RANKINGS = (
     (1, 3, (4, 4), False), (3, 3, (9, 9, 9), True), (2, 4, (14, 1, 9), True), (8, 4, (32, 20), False),
@@ -569,6 +649,8 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "compact": [(str(case), moving(*case), case[1] in (9, 32)) for case in MOVES],
     "attend_causal": [(str(case), attention(case), case.compiled) for case in CAUSAL],
     "attend_tree": [(str(case), attention(case), case.compiled) for case in TREES],
+    "attend_paths": [(str(case), attention_in_order(case), case.compiled) for case in IN_ORDER],
+    "product": [(str(case), multiplying(*case), case[0] < 100) for case in PRODUCTS],
     "follow_choices": [(str(case), walking(*case), case[1] == 64) for case in WALKS],
     "rotate": [(str(case), turning(*case), case[3] in (128, 24)) for case in TURNS],
     "gated": [(str(case), gating(*case), case[1] == 14336) for case in GATES],

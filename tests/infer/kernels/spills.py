@@ -78,6 +78,19 @@ def causal(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
     OPS.attend_causal(q, pages_of(kv, width, dtype, 2, 4096), there(2), Scoring(0.1))
 
 
+def in_order(heads: tuple[int, int, int], dtype: torch.dtype, nodes: int) -> None:
+    """nodes 1: a prompt's queries share a path."""
+    kv, groups, width = heads
+    q = there(2, 32, kv * groups, width, dtype=dtype).transpose(1, 2)
+    path, scoring = there(2, nodes, 33), Scoring(0.1, 128, 50.0, there(kv * groups, dtype=dtype))
+    for one in (Scoring(0.1), scoring):
+        OPS.attend_paths(q, pages_of(kv, width, dtype, 2, 4096), there(2), path, there(2, 32), one)
+
+
+def product(width: int, size: int, dtype: torch.dtype) -> None:
+    OPS.product(there(32, width, dtype=dtype), there(size, width, dtype=dtype), there(size, dtype=dtype))
+
+
 def windows(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     """A layer with a window, soft caps and sinks, which no model has all."""
     kv, groups, width = heads
@@ -132,6 +145,8 @@ def attention_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]
                 yield f"{model}, {nodes} nodes", name, partial(tree, heads, dtype, nodes)
             for new in prompts:
                 yield f"{model}, {new} new", name, partial(causal, heads, dtype, new)
+            for nodes in (1, 32):
+                yield f"{model}, {nodes} paths", name, partial(in_order, heads, dtype, nodes)
             if every or heads[2] > 64:
                 yield f"{model}, training", name, partial(training, heads, dtype)
             if every or model == "Llama-3.1-8B":
@@ -142,6 +157,8 @@ def attention_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]
 
 def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        for size in (4096, 14336, 128256):
+            yield f"product of 4096 by {size}", name, partial(product, 4096, size, dtype)
         yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
     for k, steps, nodes in ((3, 3, 8), (8, 7, 32), (10, 7, 64))[0 if every else 1 :]:
         yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)

@@ -25,6 +25,8 @@ GROUPS = {
     "compact": (4, 2),
     "attend_causal": (13, 5),
     "attend_tree": (26, 8),
+    "attend_paths": (10, 4),
+    "product": (5, 3),
     "follow_choices": (8, 1),
     "rotate": (4, 2),
     "gated": (3, 1),
@@ -112,6 +114,8 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
     assert len({token for answer in found["wanted"] for token in answer}) > 5, "the answers hardly vary"
     assert found["accepted"] > 1, "nothing was accepted, so nothing was walked or moved"
     assert set(found["ran"]) == set(GROUPS), "a kernel that never ran was not compared"
+    alone, chain, tree = found["in_order"]
+    assert chain == alone and tree == alone, "`deterministic` gave other bits in another schedule"
 
 
 @pytest.mark.compile

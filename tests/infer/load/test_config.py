@@ -92,7 +92,7 @@ def test_what_does_not_go_together_on_a_cpu(options, says):
             "only CUDA graphs overlap, and `adaptive`",
         ),
         ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4; they cannot be combined"),
-        ({"deterministic": True}, "`deterministic` is set and `device` is cuda.*set it to cpu"),
+        ({"deterministic": True, "torch_compile": True}, "`torch_compile` is True.*leave it out"),
     ],
 )
 def test_what_does_not_go_together_on_a_gpu(options, says):
@@ -145,10 +145,16 @@ def test_the_cache_holds_a_page():
     assert LEAST["max_total_tokens"] == PAGE_SIZE
 
 
+def test_deterministic_needs_a_device_that_was_looked_at():
+    with pytest.raises(ConfigError, match="`deterministic` is set and `device` is mps.*set it to cpu or cuda"):
+        EngineConfig(target="x", deterministic=True).check("mps")
+
+
 def test_what_goes_together():
     """A check that refuses everything would pass the tests above."""
     EngineConfig(target="x", torch_compile=True).check("cpu")
     EngineConfig(draft="x", shape="4,4,16", deterministic=True, quantization="int8").check("cpu")
+    EngineConfig(draft="x", shape="4,4,16", deterministic=True, cuda_graph_max_bs=4).check("cuda")
     EngineConfig(draft="y", shape="4,1,5", adaptive=True, token_map="z", draft_quantization="int8").check("cpu")
     compiled = {"cuda_graph_max_bs": 4, "torch_compile": True, "torch_compile_max_bs": 2}
     EngineConfig(target="x", draft="y", disable_overlap_schedule=True, **compiled).check("cuda")

@@ -2,12 +2,14 @@
 
 Modules get a subclass of their own class, in place, so that a copy of a model is one of its class:
 
-    linear layers     unless their product is batch-invariant already, blocks of a fixed number of rows
-    activations       vectors that no two rows share
+    linear layers     on a CPU, unless their product is batch-invariant already, blocks of a fixed number of rows; on a
+                      GPU our kernel
+    activations       on a CPU vectors that no two rows share; on a GPU torch computes each number by itself
     rotary positions  a table, computed in blocks of positions that are counted from 0
     soft cap          of the logits, as activations
 
-Norms, additions and products of two numbers are computed by row, or are exact to the bit anywhere.
+Additions and products of two numbers are exact to the bit anywhere, and norms are computed by row: on a GPU only those
+that have a kernel, and torch's LayerNorm.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.infer.attention.fused_norms import is_fused
 from toolkit.infer.kernels.batch_invariant import in_lanes, in_row_blocks
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.target import Target
@@ -28,13 +32,18 @@ from toolkit.targets.target import Target
 ACTIVATIONS = "transformers.activations"  # all are elementwise
 ELEMENTWISE = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish)  # of torch; ReLU computes nothing that is rounded
 POSITIONS = 64  # positions whose angles are computed at once
+ALIGNED = 4  # torch's softmax of a row on a GPU adds by the row's address, unless rows are multiples of 16 bytes
 
 
 def make_batch_invariant(target: Target, positions: int) -> None:
     """Change the modules of `target`. positions: those that the engine uses.
 
-    Raises UnsupportedTargetError for a matrix outside of linear layers and embeddings, as mixtures of experts have.
+    Raises UnsupportedTargetError for a matrix outside of linear layers and embeddings, as mixtures of experts have. On
+    a GPU also for norms and vocabularies that have no kernel, and without kernels.
     """
+    on_gpu = target.device.type != "cpu"
+    if on_gpu:
+        _check_gpu(target)
     for path, module in target.model.named_modules():
         kind = type(module)
         if getattr(kind, "changed_by", None) in (_product, _activation):  # an earlier engine's
@@ -53,7 +62,31 @@ def make_batch_invariant(target: Target, positions: int) -> None:
                 "mixtures of experts and convolutions have; its products may depend on the number of rows: leave "
                 "`deterministic` out, or use a target of another family"
             )
-    target.tanh = partial(in_lanes, torch.tanh)
+    target.tanh = torch.tanh if on_gpu else partial(in_lanes, torch.tanh)
+
+
+def _check_gpu(target: Target) -> None:
+    wrong = next(filter(None, (_of_library(*one) for one in target.model.named_modules())), None)
+    if not ops_for(target.device.type).paged_width:
+        wrong = "this GPU runs no Triton kernels (one of compute capability 8.0 or later is needed, and triton)"
+    elif target.vocab_size % ALIGNED:
+        wrong = f"the vocabulary has {target.vocab_size} tokens, and a multiple of {ALIGNED} is needed"
+    if wrong is not None:
+        raise UnsupportedTargetError(
+            f"`deterministic` is set, and {wrong}; bits may then depend on the number of rows: leave `deterministic` "
+            "out, or run on a CPU"
+        )
+
+
+def _of_library(path: str, module: nn.Module) -> str | None:
+    """What is wrong with a module that a GPU would compute by a program that a library chooses; None: nothing."""
+    kind = type(module)
+    if isinstance(module, nn.Linear) and getattr(kind, "changed_by", _product) is _product:
+        own = next(one for one in kind.__mro__ if not hasattr(one, "changed_by"))
+        return None if own.forward is nn.Linear.forward else f"{path} ({own.__name__}) has a product of its own"
+    if kind.__name__.endswith("Norm") and not isinstance(module, nn.LayerNorm) and not is_fused(module):
+        return f"{path} ({kind.__name__}) is a norm without a kernel"
+    return None
 
 
 def depends_on_threads(target: Target) -> bool:
@@ -74,14 +107,20 @@ def _changed(kind: type, forward: Callable[..., Any]) -> type:
 
 def _product(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(module: Any, inputs: Tensor, *more: Any) -> Tensor:
-        return own(module, inputs, *more) if more else in_row_blocks(partial(own, module), inputs)
+        if more:
+            return own(module, inputs, *more)
+        ops = ops_for(inputs.device.type)
+        if not ops.paged_width:  # no kernels
+            return in_row_blocks(partial(own, module), inputs)
+        weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # Conv1D's is [K, N]
+        return ops.product(inputs, weight, module.bias)
 
     return forward
 
 
 def _activation(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(module: Any, inputs: Tensor) -> Tensor:
-        return in_lanes(partial(own, module), inputs)
+        return in_lanes(partial(own, module), inputs) if inputs.device.type == "cpu" else own(module, inputs)
 
     return forward
 
@@ -93,11 +132,12 @@ def _angles(own: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tenso
                 f"`deterministic` is set, and {type(module).__name__} takes positions {tuple(position_ids.shape)}; "
                 "[rows, tokens] is needed: leave `deterministic` out, or use a target of another family"
             )
-        key = x.dtype, more, tuple(sorted(named.items()))
+        key = x.dtype, x.device, more, tuple(sorted(named.items()))
         if key not in module.tables:
-            at = torch.arange(module.positions + -module.positions % POSITIONS).clamp(max=module.positions - 1)
+            padded = module.positions + -module.positions % POSITIONS
             with torch.inference_mode(False), torch.no_grad():  # a training may use the target too
-                like = torch.empty(0, dtype=x.dtype)
+                at = torch.arange(padded, device=x.device).clamp(max=module.positions - 1)
+                like = torch.empty(0, dtype=x.dtype, device=x.device)
                 parts = [own(module, like, block[None], *more, **named) for block in at.split(POSITIONS)]
                 module.tables[key] = tuple(torch.cat(some, dim=1)[0] for some in zip(*parts, strict=True))
         return tuple(table[position_ids] for table in module.tables[key])

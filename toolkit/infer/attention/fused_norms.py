@@ -18,7 +18,7 @@ from toolkit.infer.kernels.dispatch import ops_for
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 FORMS = ((0.0, True), (1.0, False), (0.0, False))  # offset and rounded of `reference.rms_norm`: Llama, Gemma, others
 SAMPLES = 64
-_looked_at: set[type] = set()
+_looked_at: dict[type, bool] = {}  # whether the class was changed
 
 
 def fuse_norms(body: nn.Module, device: torch.device) -> None:
@@ -31,10 +31,15 @@ def fuse_norms(body: nn.Module, device: torch.device) -> None:
     for module in body.modules():
         kind = type(module)
         if kind not in _looked_at and kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
-            _looked_at.add(kind)
             form = _form_of(module)
+            _looked_at[kind] = form is not None
             if form is not None:
                 setattr(kind, "forward", _fused(kind.forward, *form))  # noqa: B010 (mypy refuses the assignment)
+
+
+def is_fused(norm: nn.Module) -> bool:
+    """Whether this norm runs by the device's kernel, which computes each row by itself."""
+    return _looked_at.get(type(norm), False) and norm._parameters.get("weight") is not None
 
 
 def _form_of(module: nn.Module) -> tuple[str, float, bool] | None:

@@ -9,7 +9,7 @@ A row of the cache during a tree forward (the prefix is committed, the nodes are
     entry         prefix       node 0 .. M-1            the N new nodes are the last of the M
     attended by   all nodes    itself and descendants
 
-Kernels for paged attention read keys and values in place, through the page tables. Other caches are read as views
+Kernels for paged attention read keys and values in place (paged_metadata.py). Other caches are read as views
 (contiguous rows) or as gathered copies.
 """
 
@@ -22,10 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from toolkit.infer.attention.paged_metadata import PagedInOrderMetadata, PagedPromptMetadata, PagedTreeMetadata
 from toolkit.infer.cache.kv_cache import KVCache, Window
 from toolkit.infer.kernels.batch_invariant import attend_in_order
 from toolkit.infer.kernels.dispatch import Ops, RowAttention, ops_for
-from toolkit.infer.kernels.paged_reference import Pages, Scoring
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 from toolkit.infer.request.upload import upload
 
@@ -186,72 +187,6 @@ class InOrderMetadata(TreeMetadata):
         return attend_in_order(q, *self._window.read(layer), allowed, scoring)
 
 
-class _PagedRows:
-    """Rows with page table [B, P], read up to position `span`, and written from positions starts[b] + first on."""
-
-    def __init__(self, cache: KVCache, ops: Ops, table: Tensor, span: int, starts: Tensor, first: int = 0) -> None:
-        self._cache, self._write_kv, self._table, self._span = cache, ops.write_kv, table, span
-        self._at = (starts, first)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
-        """Write k [B, Hkv, N, D] and v [B, Hkv, N, Dv] to the layer's pages; return the pages."""
-        cache = self._cache
-        pages = Pages(cache.keys[layer], cache.values[layer], self._table, cache.pool.page_size, self._span)
-        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), *self._at)
-        return pages
-
-
-class PagedPromptMetadata:
-    """The next `tokens` prompt tokens (padded on the right) of rows with starts[b] tokens in the cache already."""
-
-    def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
-        pool, device, span = cache.pool, cache.shape.device, max(starts) + tokens
-        table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._starts = upload(starts, device)
-        self._rows = _PagedRows(cache, ops, table, span, self._starts)
-        self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._rows.write(layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        pages = self._rows.write(layer, k, v)
-        scaling, window, softcap, sinks = scoring
-        if self._whole and softcap is None and sinks is None and (window is None or window >= self._tokens):
-            return attend_causal(q, k, v, scaling=scaling)  # k and v contain every key: skip the cache
-        return self._attend_causal(q, pages, self._starts, scoring)
-
-
-class PagedTreeMetadata:
-    """N new nodes per row after prefixes of lengths [B] tokens; node_mask and depths as in `TreeMetadata`.
-
-    table [B, P] int64: page tables, at least up to position `span`. The host uses shapes and `span` only, so a recorded
-    forward can run on other lengths and pages.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        ops: Ops,
-        table: Tensor,
-        lengths: Tensor,
-        span: int,
-        node_mask: Tensor,
-        depths: Tensor | None,
-    ) -> None:
-        _, new, nodes = node_mask.shape
-        self._rows = _PagedRows(cache, ops, table, span, lengths, nodes - new)
-        self._attend_tree = ops.attend_tree
-        self._lengths, self._node_mask, self._depths = lengths, node_mask, depths
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._rows.write(layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        pages = self._rows.write(layer, k, v)
-        return self._attend_tree(q, pages, self._lengths, self._node_mask, self._depths, scoring)
-
-
 def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
     """Return the metadata for the next `tokens` prompt tokens (padded on the right) of rows first_row .. first_row+B-1.
 
@@ -259,7 +194,8 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
     """
     kernels = _paged_kernels(cache)
     if kernels is not None:
-        return PagedPromptMetadata(cache, kernels, first_row, starts, tokens)
+        prompts = PagedInOrderMetadata.of_prompts if cache.in_order else PagedPromptMetadata
+        return prompts(cache, kernels, first_row, starts, tokens)
     if max(starts) == 0 and not cache.in_order:
         return PromptMetadata(cache, first_row, len(starts), tokens)
     device = cache.shape.device
@@ -279,6 +215,8 @@ def tree_metadata(
     Arguments as in `TreeMetadata`. The host reads no tensor, so a recorded forward can run on other lengths and pages.
     """
     kernels = _paged_kernels(cache)
+    if kernels is not None and cache.in_order:
+        return PagedInOrderMetadata.of_trees(cache, kernels, table, lengths, span, node_mask)
     if kernels is not None:
         return PagedTreeMetadata(cache, kernels, table, lengths, span, node_mask, depths)
     rows = cache, table, lengths, span, node_mask, depths

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.kernels.paged_reference import Pages, Scoring, gather_pages
 
 ROWS = 16
 LANES = 64  # two vectors of bfloat16 with AVX-512, which torch's loops take together
@@ -34,6 +34,11 @@ def in_row_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
     out = torch.cat([product(block) for block in padded.split(ROWS)])[: len(rows)]
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    return in_row_blocks(lambda rows: F.linear(rows, weight, bias), x)
 
 
 def in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -62,6 +67,25 @@ def attend_in_order(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, sc
     """
     queries = q.split(QUERIES, dim=2), allowed.split(QUERIES, dim=1)
     return torch.cat([_attend(*some, keys, values, scoring) for some in zip(*queries, strict=True)], dim=1)
+
+
+def attend_paths(q: Tensor, pages: Pages, lengths: Tensor, path: Tensor, counts: Tensor, scoring: Scoring) -> Tensor:
+    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n adds lengths[b] committed keys, then those of counts[b, n] nodes.
+
+    path [B, N, M]: the nodes that each query sees, in ascending order, itself last; [B, 1, M]: the queries share one.
+    Node m is stored at lengths[b] + m. The order of the keys is the order of their positions, also for a window.
+    """
+    at = torch.arange(pages.span, device=q.device)
+    places, ends = at.expand(*counts.shape, -1), lengths[:, None] + counts
+    nodes = path.gather(2, (at - lengths[:, None]).clamp(0, path.shape[2] - 1)[:, None].expand(-1, path.shape[1], -1))
+    places = torch.where(at < lengths[:, None, None], places, lengths[:, None, None] + nodes)
+    allowed = at < ends[:, :, None]
+    if scoring.window is not None:
+        allowed = allowed & (ends[:, :, None] - 1 - at < scoring.window)
+    seen = allowed.new_zeros(*counts.shape, pages.span + 1)  # the last one takes what is not allowed
+    seen = seen.scatter_(2, places.masked_fill(~allowed, pages.span), allowed)[:, :, :-1]
+    keys, values = (gather_pages(one, pages.table, pages.page_size, pages.span) for one in (pages.keys, pages.values))
+    return attend_in_order(q, keys, values, seen, scoring)
 
 
 def _attend(q: Tensor, allowed: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.heads import layer_ops
-from toolkit.infer.kernels import paged_reference, reference, sampling_reference, tree_reference
+from toolkit.infer.kernels import batch_invariant, paged_reference, reference, sampling_reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages
 from toolkit.infer.kernels.tree_reference import Beams, Followed, Ranked
 from toolkit.log import get_logger
@@ -41,6 +41,8 @@ class Ops:
     compact: Callable[..., None]
     attend_causal: Callable[..., Tensor]
     attend_tree: Callable[..., Tensor]
+    attend_paths: Callable[..., Tensor]
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     follow_choices: Callable[..., Followed]
     rms_norm: Callable[[Tensor, Tensor, float, float, bool], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -92,6 +94,8 @@ REFERENCE = Ops(
     compact=paged_reference.compact,
     attend_causal=paged_reference.attend_causal,
     attend_tree=paged_reference.attend_tree,
+    attend_paths=batch_invariant.attend_paths,
+    product=batch_invariant.product,
     follow_choices=tree_reference.follow_choices,
     rms_norm=reference.rms_norm,
     rotate=layer_ops.rotate,
@@ -110,9 +114,17 @@ def triton_ops() -> Ops:
     def module(name: str) -> Any:
         return importlib.import_module(f"toolkit.infer.kernels.triton.{name}")
 
-    attention, entries, sampling, small, top_tokens, trees = (
-        module(name) for name in ("paged_attention", "entries", "sampling", "layer_ops", "top_tokens", "trees")
+    names = (
+        "paged_attention",
+        "attention_in_order",
+        "product",
+        "entries",
+        "sampling",
+        "layer_ops",
+        "top_tokens",
+        "trees",
     )
+    attention, in_order, products, entries, sampling, small, top_tokens, trees = map(module, names)
     return Ops(
         argmax=top_tokens.argmax,
         top_log_probs=top_tokens.top_log_probs,
@@ -120,6 +132,8 @@ def triton_ops() -> Ops:
         compact=entries.compact,
         attend_causal=attention.attend_causal,
         attend_tree=attention.attend_tree,
+        attend_paths=in_order.attend_paths,
+        product=products.product,
         follow_choices=trees.follow_choices,
         rms_norm=small.rms_norm,
         rotate=small.rotate,

@@ -15,7 +15,7 @@ def check_deterministic(options: Mapping[str, Any], device_type: str) -> None:
     """Raise ConfigError if `deterministic` is set together with an option that it does not hold for."""
     given = {**options, "device": device_type}
     for name, is_set, instead in (
-        ("device", device_type != "cpu", "set it to cpu"),
+        ("device", device_type not in ("cpu", "cuda"), "set it to cpu or cuda"),
         ("torch_compile", given["torch_compile"], "leave it out"),
         ("tensor_parallel_size", given["tensor_parallel_size"] > 1, "set it to 1"),
         ("verify", given["verify"] in ("rejection", "block"), "set it to target"),
