@@ -15,10 +15,12 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from row_products import row_products
 
 from toolkit.infer.attention.paged_metadata import paths_of
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
@@ -211,10 +213,15 @@ def attention_in_order(case: Attention) -> Callable[[Ops, Ops, str], None]:
         got = run(q, pages, held, path, counts)
         assert got.dtype == case.dtype and got.shape == want.shape
         close(got, want, device == "cpu")
+        with row_products() if device == "cpu" else nullcontext():
+            one_by_one(run, pages, q, held, path, counts)
+
+    def one_by_one(run: Callable[..., torch.Tensor], pages: Pages, q: torch.Tensor, *where: torch.Tensor) -> None:
+        (held, path, counts), got = where, run(q, pages, *where)
         size = pages.page_size
-        for row, new in ((row, new) for row in range(rows) for new in range(case.new)):
+        for row, new in ((row, new) for row in range(len(held)) for new in range(case.new)):
             own = path[row, 0 if len(path[row]) == 1 else new, : counts[row, new]]
-            order = torch.cat((torch.arange(case.held[row]), case.held[row] + own))
+            order = torch.cat((torch.arange(int(held[row])), held[row] + own))
             places = pages.table[row, order // size] * size + order % size
             spare = -len(order) % size
             stores = [
@@ -241,6 +248,11 @@ def multiplying(width: int, size: int, dtype: torch.dtype, bias: bool, turned: b
         want = reference.product(x.cpu().float(), weight.cpu().float(), None if added is None else added.cpu().float())
         assert whole.dtype == dtype and whole.shape == want.shape
         close(whole.cpu(), want, device == "cpu")
+        with row_products() if device == "cpu" else nullcontext():
+            counted(kernels, x, weight, added)
+
+    def counted(kernels: Ops, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None) -> None:
+        whole = kernels.product(x, weight, added)
         for count in range(1, 41):
             some = kernels.product(x[count : 2 * count - count // 3].view(1, -1, width), weight, added)[0]
             assert torch.equal(some, whole[count : 2 * count - count // 3][: len(some)]), f"rows from {count} on"
