@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
 from toolkit.heads.eagle3 import default_aux_layer_ids
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
+from toolkit.heads.head_config import Features, HeadConfig, HeadError
 from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -49,7 +49,6 @@ class BlockConfig(HeadConfig):
 
     kind = "block"
     own_vocabulary = True
-    engine_names = EngineNames(sglang="DSPARK", vllm="dspark")
 
     target_hidden_size: int
     draft_vocab_size: int

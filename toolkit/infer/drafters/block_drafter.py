@@ -98,6 +98,13 @@ class BlockReader(HeadReader):
         size = positions.shape[1]
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
+    def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:
+        """Runs a block, whatever `tokens` is: its layers run over whole blocks only."""
+        size = self.head.config.drafts_at_once
+        at = torch.arange(size, device=self._device)[None]
+        hidden = torch.zeros(1, 1, 2 * self.head.config.hidden_size, dtype=self.dtype, device=self._device)
+        self.draft(torch.zeros_like(at[:, :1]), hidden, at, metadata, size)
+
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
         """Logits [B, n, D] of states [B, n, H] with `scores` [B, n, D], after tokens [B, n]."""
         block, embeds = block_of(self.head), self._embed(before).to(self.dtype)
