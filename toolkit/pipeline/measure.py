@@ -127,7 +127,7 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
     if shapes != given:
         shapes = list(dict.fromkeys([*shapes, default_shape(draft)]))  # all tokens of a block, too
         left_out = ", ".join(one.as_text() for one in given if one not in shapes)
-        say(f"A {draft.kind} head drafts chains of at most {default_shape(draft).num_steps}: {left_out} is left out.")
+        say(f"This {draft.kind} head drafts at most {default_shape(draft).num_steps} levels: {left_out} is left out.")
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,

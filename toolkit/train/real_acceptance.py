@@ -70,17 +70,17 @@ def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
 
 
 def shapes_of(settings: TrainSettings) -> list[DraftShape]:
-    """train.evaluation.real_shapes, else a chain and, unless the head is a block drafter, a tree as deep as the unroll.
+    """train.evaluation.real_shapes, else a chain and a tree as deep as the unroll.
 
     Raises `DraftShapeError`, also for shapes that a block drafter cannot draft."""
     chain, block = DraftShape.chain(settings.unroll.ttt_steps), HEAD_KINDS[settings.head.kind].block
     if settings.evaluation.real_shapes is None:
-        return [chain] if block else [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
+        return [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
     shapes = [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
-    if block and not all(one.fits_in(chain) for one in shapes):
+    if block and any(one.num_steps > chain.num_steps for one in shapes):
         raise DraftShapeError(
-            f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes chains of at "
-            f"most train.unroll.ttt_steps, such as {chain.as_text()}"
+            f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes at most "
+            f"train.unroll.ttt_steps levels, such as {chain.as_text()}"
         )
     return shapes
 
