@@ -40,8 +40,8 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     from toolkit.train.loop import Trainer
 
     set_threads()
-    # A process that exits with gloo's threads still running may abort (PyTorch #190489), also after an error. Not before
-    # the exit: DeepSpeed keeps the group for the next training of the process.
+    # A process that exits with gloo's threads still running may abort (PyTorch #190489), also after an error. Not
+    # before the exit: DeepSpeed keeps the group for the next training of the process.
     atexit.register(end_process_group)
     with lost_process_named(run_dir / "train"):  # also before the first step and after the last
         Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train").run()
