@@ -37,8 +37,8 @@ def in_words(settings: dict[str, Any], *more: str | None) -> str:
 
 
 class Vllm:
-    """vLLM's CPU build: plain, with an EAGLE-3 head as a chain, with n-gram lookup (draft "ngram"), or with the target's
-    MTP module (draft "native"). ngram: the shortest and the longest n-gram.
+    """vLLM's CPU build: plain, with an EAGLE-3 head as a chain, with lookup (draft "ngram") or with the target's MTP
+    module (draft "native"). ngram: the shortest and the longest n-gram.
     """
 
     most = None  # prompts at a time: any number
