@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -16,15 +17,7 @@ Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 ACCEPT_LENGTH = "accept_length (adaptive: of drafted steps alone)"
 TASK_PROMPTS = 20  # tasks of fewer prompts have no row of their own
-RIVALS_PLAIN = {
-    "hf-prompt-lookup": "hf-generate",
-    "vllm-cpu-eagle3": "vllm-cpu",
-    **{
-        f"llama.cpp-{kind}-eagle3{end}": f"llama.cpp-{kind}"
-        for kind in ("bf16", "q8_0", "q4_1")
-        for end in ("", "-sure")
-    },
-}  # a rival that drafts: its plain row
+OF_RIVALS = re.compile(r"(?P<plain>(?!ours).+)-(ngram|eagle3|eagle3-sure)|hf-prompt-lookup(?P<suffix>.*)")
 
 
 def acceptance(record: Record) -> str:
@@ -75,8 +68,9 @@ def engine(record: Record) -> str:
 
 def _over_plain(row: Row, rows: Sequence[Row]) -> float | None:
     """Speed over plain decoding with the same options; a rival's by all seconds, as it does not tell prefill apart."""
-    plain = (other for other in rows if other["engine"] == RIVALS_PLAIN.get(row["engine"]))
-    same = next((other for other in plain if other["batch"] == row["batch"]), None)
+    drafts = OF_RIVALS.fullmatch(row["engine"])
+    name = drafts and (drafts["plain"] or f"hf-generate{drafts['suffix']}")
+    same = next((other for other in rows if (other["engine"], other["batch"]) == (name, row["batch"])), None)
     return row["decode_speedup"] if same is None else row["tokens_per_s"] / same["tokens_per_s"]
 
 

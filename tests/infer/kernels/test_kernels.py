@@ -30,6 +30,7 @@ GROUPS = {
     "gated": (3, 1),
     "rms_norm": (4, 2),
     "least_kept": (3, 1),
+    "draw": (3, 1),
     "uniform": (3, 1),
     "grow_beams": (4, 5),
     "rank_candidates": (8, 4),
