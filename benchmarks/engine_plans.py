@@ -131,12 +131,13 @@ def _add_hugging_face(found: _Plans, args: argparse.Namespace, shared: Mapping[s
     """
     kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("", {}, {})]
     why_not = _why_no_float32(args.dtype, shared)
-    if why_not is None:
-        kinds.append(("-fp32", {"dtype": "float32"}, {}))
+    faster = {"dtype": "float32"} if why_not is None else {}
+    if faster:
+        kinds.append(("-fp32", faster, {}))
     else:
         found.absent["hf-generate-fp32"] = why_not
     if find_spec("torchao") is not None:
-        kinds.append(("-torchao-int8", {"torchao": True}, {"equals": None}))
+        kinds.append(("-torchao-int8", {"torchao": True, **faster}, {"equals": None}))
     else:
         found.absent["hf-generate-torchao-int8"] = "torchao is not installed: pip install torchao"
     for suffix, settings, more in kinds:

@@ -118,8 +118,8 @@ SECTIONS = (
         text="Each engine runs at the settings that its row names. `llama.cpp` is a wheel built for AVX2, also on a "
         "CPU with AVX512, and does not draft; `llama.cpp-bf16` and the like are built for the CPU; rivals with "
         "`-eagle3` draft a chain by our exported head, those with `-ngram` by their own lookup. vLLM has no prefix "
-        "cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1.00x, and "
-        "where its interval lies beside 1, all intervals of its batch are widened by as much. `hf-generate-int8` is "
+        "cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1x, and "
+        "where its interval lies beside 1x, all intervals of its batch are widened by as much. `hf-generate-int8` is "
         "Hugging Face's `generate` over int8 weights that this package quantised and multiplies by its own kernels. "
         "Prompts are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
         "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. A "
@@ -151,7 +151,7 @@ SECTIONS = (
         "training-forecast-*.json",
         tables.forecast,
         text="*Same answers*: of what the engine wrote; over the same texts they are equal. *All held-out*: of whole "
-        "answers, and of more of them; over the whole answers of the same prompts a forecast is up to 3 % higher.",
+        "answers, and of more of them.",
     ),
     Section(
         "Answers of the target or of a file",

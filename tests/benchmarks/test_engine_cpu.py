@@ -324,7 +324,8 @@ def test_hugging_face_at_its_best(script, tmp_path, monkeypatch) -> None:
     found = rows(torch.float32)
     assert list(found) == [*usual, *(f"hf-{name}" for name in FP32), *weights]
     assert {name: plan.settings["dtype"] for name, plan in found.items() if "dtype" in plan.settings} == {
-        f"hf-{name}": "float32" for name in FP32
+        **{f"hf-{name}": "float32" for name in FP32},
+        **dict.fromkeys(weights, "float32"),
     }
     assert [name for name, plan in found.items() if plan.equals is None] == weights
     assert list(rows(torch.bfloat16)) == [*usual, *weights]
