@@ -274,6 +274,27 @@ SECTIONS = (
         command="python benchmarks/brute_force.py --draft DIR [--dtype float32]",
     ),
     Section(
+        "The same bits",
+        "How many answers are those of the same request alone, whatever runs beside it, and what does it cost?",
+        "deterministic-*.json",
+        tables.deterministic,
+        text="*Same bits*: tokens and all log-probabilities are equal; *without* and *with* are `--deterministic` off "
+        "and on. Every second request is sampled with a seed. *Cost*: seconds with the option over seconds without, in "
+        "turns. *refused*: the option does not take that schedule. Other engines answer all requests greedily, and "
+        "their tokens alone are compared with their own for the prompt alone; `transformers` pads at the left.",
+        command="python benchmarks/deterministic.py --draft DIR --variants auto int8 --engines toolkit transformers "
+        "vllm --vllm-python PATH",
+    ),
+    Section(
+        "Where bits come from",
+        "Which operations round a token's numbers by what is computed beside it?",
+        "bit-sources-*.json",
+        tables.bit_sources,
+        text="An operation counts where it got a token's numbers with the same bits as alone and returned others. "
+        "*before*: what PyTorch computes between the modules ahead of that one.",
+        command="python benchmarks/bit_sources.py --draft DIR",
+    ),
+    Section(
         "Heads that are checked",
         "Does `toolkit check` pass a head as it was trained, and does it name what is wrong with spoilt copies of it?",
         "check-*.json",

@@ -87,6 +87,18 @@ def test_the_operation_that_differs_is_named(script, tiny_draft):
     own = act.forward
     act.forward = lambda x: own(x) if x[..., 0].numel() != 5 else own(x) * (1 + 2**-20)
     _, second_trace = tool.traced(drafting, [prompt], params)
-    found, first = tool.sources(first_trace, second_trace)
-    assert first == f"{type(act).__name__} (layers.1.mlp.act_fn), token 20"
-    assert set(found) == {type(act).__name__} and found[type(act).__name__] >= 7
+    (found,) = tool.sources(first_trace, second_trace).items()
+    assert found[0] == type(act).__name__ and found[1].first == "layers.1.mlp.act_fn, token 20"
+    assert 7 <= found[1].differs < found[1].results
+
+
+def test_the_record_of_sources(script, tiny_target_directory, tmp_path):
+    """With the option no operation may be named; a schedule without a source has a row that says so."""
+    out = tmp_path / "record.json"
+    words = ["--target", str(tiny_target_directory), "--dtype", "bfloat16", "--max-tokens", "4", "--out", str(out)]
+    assert script("bit_sources").main(words) == 0
+    rows = read_record(out, "bit_sources")["rows"]
+    with_option = [row for row in rows if row["deterministic"]]
+    assert [row["schedule"] for row in with_option] == ["parts of 16", "parts of 64", "beside 7"]
+    assert all(row["operation"] is None and row["differs"] == 0 and row["tokens"] > 20 for row in with_option)
+    assert any(row["differs"] and 0 < row["share"] <= 1 for row in rows if not row["deterministic"])
