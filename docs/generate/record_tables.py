@@ -567,5 +567,7 @@ def answers(row: Row) -> str:
     """How many answers are plain decoding's, first part at a near-tie, or part elsewhere."""
     if row["near_ties"] is None:
         return "not compared"
-    equal = row["answers"] - row["near_ties"] - row["unequal"]
-    return f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    not_judged = row.get("not_judged", 0)
+    equal = row["answers"] - row["near_ties"] - row["unequal"] - not_judged
+    found = f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    return f"{found}, {not_judged} not judged" if not_judged else found
