@@ -57,10 +57,10 @@ class Vllm:
             max_num_seqs=settings["max_running_requests"],
             speculative_config=head,
             generation_config="vllm",
-            enable_prefix_caching=False,
             disable_log_stats=False,
             enforce_eager=bool(settings.get("eager")),
             trust_remote_code=bool(settings.get("trust_remote_code")),
+            **{"enable_prefix_caching": False, **settings.get("options", {})},
         )
         self.version = vllm.__version__
         dtype = self._llm.llm_engine.model_config.dtype

@@ -192,7 +192,7 @@ def _equality(
     mine: Sequence[Run], reference: str | None, written: Mapping[int, Sequence[int]], judge: Judge
 ) -> dict[str, Any]:
     if reference is None or not written:
-        return {"tokens_equal": None, "near_ties": None, "unequal": None}
+        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal"))
     parted = [
         judge(reference, place, written[place], answer)
         for run in mine
@@ -200,7 +200,8 @@ def _equality(
         for place, answer in enumerate(run.reply["output_ids"], start=run.first)
     ]
     near = [found.near_tie for found in parted if found is not None]
-    return {"tokens_equal": all(near), "near_ties": sum(near), "unequal": len(near) - sum(near)}
+    found = {"tokens_equal": all(near), "identical": len(parted) - len(near)}
+    return {**found, "near_ties": near.count(True), "unequal": near.count(False)}
 
 
 def engine_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

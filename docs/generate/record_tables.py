@@ -328,6 +328,49 @@ def host_rounds(record: Record) -> str:
     return table(header, rows)
 
 
+def deterministic(record: Record) -> str:
+    """How many answers are those of the request alone, by engine and schedule, without the option and with it."""
+    header = ("engine", "weights", "schedule", "same tokens, without", "same bits, without", "same bits, with", "cost")
+    pairs: dict[tuple[str, str, str], dict[bool, Row]] = {}
+    for row in record["rows"]:
+        name = row["engine"] if row["engine"] == "toolkit" else f"{row['engine']} {row['version']}"
+        pairs.setdefault((name, row["dtype"], row["schedule"]), {})[row["deterministic"]] = row
+    lines = []
+    for (engine, dtype, schedule), pair in pairs.items():
+        without, with_option = pair[False], pair.get(True)
+        bits = NONE if without["engine"] != "toolkit" else _of(without, "equal")
+        other = "refused" if with_option is None and bits != NONE else NONE
+        cost = NONE
+        if with_option is not None:
+            other, cost = _of(with_option, "equal"), f"{decimal(with_option['cost'])}x"
+        tokens = f"{without['requests'] - without['tokens_unequal']} of {without['requests']}"
+        lines.append((engine, dtype, schedule, tokens, bits, other, cost))
+    return table(header, lines)
+
+
+def _of(row: Row, key: str) -> str:
+    return f"{row[key]} of {row['requests']}"
+
+
+def bit_sources(record: Record) -> str:
+    """The operations that round by what is computed beside a token, by schedule, and the first of them."""
+    header = ("`deterministic`", "weights", "schedule", "operation", "its results that differ", "first")
+    return table(
+        header,
+        (
+            (
+                "on" if row["deterministic"] else "off",
+                row["dtype"],
+                row["schedule"],
+                row["operation"] or "none",
+                f"{100 * row['share']:.1f} %" if row["differs"] else "none",
+                row["first"] or NONE,
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
 def checked_heads(record: Record) -> str:
     """A head and its spoilt copies, and the checks that fail."""
     header = ("head", "exit status", "what fails", "s")
@@ -518,5 +561,7 @@ def answers(row: Row) -> str:
     """How many answers are plain decoding's, first part at a near-tie, or part elsewhere."""
     if row["near_ties"] is None:
         return "not compared"
-    equal = row["answers"] - row["near_ties"] - row["unequal"]
-    return f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    not_judged = row.get("not_judged", 0)
+    equal = row["answers"] - row["near_ties"] - row["unequal"] - not_judged
+    found = f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    return f"{found}, {not_judged} not judged" if not_judged else found

@@ -183,3 +183,17 @@ def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
     assert (
         "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5, 0.5" in line
     )
+
+
+def test_equal_bits_are_shown(generator) -> None:
+    """Rivals' tokens under a heading of bits would compare what they were not asked for."""
+    row = {"engine": "toolkit", "dtype": "bfloat16", "schedule": "batch 4", "deterministic": False, "requests": 200}
+    row |= {"equal": 12, "tokens_unequal": 30, "cost": None, "version": "1"}
+    paired = {**row, "deterministic": True, "equal": 200, "tokens_unequal": 0, "cost": 1.234}
+    compiled, rival = {**row, "schedule": "compiled"}, {**row, "engine": "vllm", "equal": 170}
+    lines = generator("record_tables").deterministic({"rows": [row, paired, compiled, rival]}).splitlines()[2:]
+    assert lines == [
+        "| toolkit | bfloat16 | batch 4 | 170 of 200 | 12 of 200 | 200 of 200 | 1.23x |",
+        "| toolkit | bfloat16 | compiled | 170 of 200 | 12 of 200 | refused | - |",
+        "| vllm 1 | bfloat16 | batch 4 | 170 of 200 | - | - | - |",
+    ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.acceptance import adaptive_limit, check_forced, measure_acceptance, measured_summary
+from toolkit.bench.acceptance import ONE_BY_ONE, adaptive_limit, check_forced, measure_acceptance, measured_summary
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import headline_row, is_slower
@@ -48,7 +48,9 @@ def measure_stage(run: Run) -> str:
     ckpt, target = (run.folder / CKPT_CONFIG).parent, run.load_target("serving")
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
-    record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
+    engine = replace(ONE_BY_ONE, deterministic=run.recipe.rollouts.deterministic)
+    asked: Any = {"seed": run.recipe.seed, "config": engine}
+    record = _measure(target, draft, run.recipe.bench, keep=run.folder / ROUNDS, **asked)
     init = {"init": draft.meta["init"]} if "init" in draft.meta else {}  # with accept_length before and after
     write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)} | init)
     write_record(run.folder / ACCEPTANCE, record)
@@ -60,7 +62,7 @@ def measure_stage(run: Run) -> str:
     for temperature in run.recipe.bench.further_temperatures:
         wanted = replace(run.recipe.bench, temperature=temperature, further_temperatures=())
         rounds, out = (run.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))
-        other = _measure(target, draft, wanted, seed=run.recipe.seed, keep=rounds)
+        other = _measure(target, draft, wanted, keep=rounds, **asked)
         write_record(out, other)
         print_acceptance(other)
     return headline(record)

@@ -85,9 +85,12 @@ def shapes_of(settings: TrainSettings) -> list[DraftShape]:
     return shapes
 
 
-def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape]) -> None:
+def check_engine_runs(
+    target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape], deterministic: bool = False
+) -> None:
     """Raise `TrainError` if the engine cannot run with this target and these shapes. Training calls this before its
-    first step, not hours later at the first measurement."""
+    first step, not hours later at the first measurement. deterministic: it also changes the target's modules, so that
+    all steps of a training and of a resumed one have the same."""
     wide = [shape for shape in shapes if shape.top_k > draft_vocabulary]
     if wide:
         raise TrainError(
@@ -97,6 +100,7 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
     try:
         context = min(64, target.max_context)
         config = EngineConfig(max_running_requests=1, context_length=context, disable_cuda_graph=True)
+        config = config.with_options(deterministic=deterministic)
         build_engine(config, target).engine.close()
     except ValueError as error:
         raise TrainError(
@@ -107,8 +111,10 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
 class Measurement:
     """The prompts, shapes and temperatures of a training's measurements; `by_engine` measures a head."""
 
-    def __init__(self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int) -> None:
-        self.target, self.prompts = target, prompts
+    def __init__(
+        self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int, deterministic: bool = False
+    ) -> None:
+        self.target, self.prompts, self.deterministic = target, prompts, deterministic
         self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
         self.max_tokens = settings.evaluation.real_max_tokens
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
@@ -138,6 +144,7 @@ class Measurement:
             verify="target",
             max_running_requests=len(prompts),
             context_length=max(map(len, prompts)) + self.max_tokens,
+            deterministic=self.deterministic,
             prefix_cache=False,  # all shapes and temperatures have the same prompts
         )
         return with_engine(measure, config, self.target, draft)
