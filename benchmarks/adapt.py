@@ -2,7 +2,8 @@
 
     python benchmarks/adapt.py runs/smollm2-135m/ckpt gsm8k_train.jsonl.gz --out runs/adapt [--steps 600] [a.b=c ...]
 
-The head's target is fine-tuned on the answers of the file's first conversations (AdamW, fp32 weights, bf16 products).
+The head's target is fine-tuned on the answers of the file's first conversations (AdamW, fp32 weights; bf16
+products where this CPU multiplies it faster).
 The copy answers the questions that follow in the file (rollouts of the demo recipe); a share of them is held out. Then,
 for each seed and over the same rollouts:
 
@@ -34,6 +35,7 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation, read_conversations, write_conversations
 from toolkit.jsonl import read_rows
 from toolkit.recipe import DEMO_RECIPE, load_recipe, result_settings
+from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.load import load_target
 
 SHARED = ("rollouts", "token_map", "features", "prompts")
@@ -59,7 +61,7 @@ def fine_tune(name: str, conversations: Sequence[Conversation], rate: float, out
                 ids = torch.tensor([[*prompt, *answer, min(target.stop_ids)]])
                 labels = ids.clone()
                 labels[:, : len(prompt)] = -100
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fastest_cpu_dtype() == torch.bfloat16):
                     loss = model(input_ids=ids, labels=labels).loss
                 (loss / BATCH).backward()
             optimizer.step()

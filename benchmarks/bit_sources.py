@@ -1,10 +1,12 @@
 """Which operations round a token's numbers by what is computed beside it.
 
-    python benchmarks/bit_sources.py --target smollm2-135m [--draft runs/NAME/ckpt] [--deterministic]
+    python benchmarks/bit_sources.py [--target smollm2-135m] [--draft runs/NAME/ckpt]
 
-One request is answered alone, and then under other schedules: in parts, beside other requests, with drafts. Wherever an
-operation gets a token's numbers with the same bits and returns others, it is a source of differences. For every
-schedule the table has the kinds of such operations, the first of them, and for how many of the tokens they were one.
+One request is answered alone, and then under other schedules: in parts, beside other requests, with drafts; without
+`deterministic`, and with it. Wherever an operation gets a token's numbers with the same bits and returns others, it is
+a source of differences. A row for each schedule and kind of operation: how many of its results are such a source, of
+how many, and the first one; a row without an operation where there is none.
+Writes benchmarks/results/bit-sources-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from toolkit.bench.acceptance import describe_target
 from toolkit.bench.prompts import builtin_prompts
+from toolkit.bench.records import command_line, make_record
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine, device_of, load_models
@@ -30,6 +36,7 @@ from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.params import SamplingParams
 
 ATTENTION = "attention"
+SPARE_CONTEXT = 64
 # Options by schedule; `beside`: so many other requests.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "parts of 16": {"chunked_prefill_size": 16},
@@ -131,17 +138,26 @@ def _bits(rows: Tensor, node: int) -> bytes:
     return rows[0, node].contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def sources(one: Trace, other: Trace) -> tuple[Counter[str], str | None]:
-    """How often each kind of operation differs by itself, and the first one: in the order of the text, then of layers.
+class Source(NamedTuple):
+    """A kind of operation. differs: its results that differ by themselves, of `results`; first: the first of them."""
+
+    differs: int
+    results: int
+    first: str
+
+
+def sources(one: Trace, other: Trace) -> dict[str, Source]:
+    """The kinds of operations that differ by themselves: in the order of the text, then of layers.
 
     An attention's result differs by itself only where no earlier token's differed in this layer. What torch computes
     between two modules counts as `before` the second."""
-    found: Counter[str] = Counter()
-    first, unequal_keys = None, set[str]()
+    counts, totals, first = Counter[str](), Counter[str](), dict[str, str]()
+    unequal_keys = set[str]()
     for place in sorted(one.keys() & other.keys()):
         clean = True  # nothing differed for this token yet
         for (name, kind, given, returned), (_, _, given2, returned2) in zip(one[place], other[place], strict=True):
             source = None
+            totals[kind] += 1
             if given != given2:
                 source = f"before {kind}" if clean else None
             elif returned != returned2 and not (kind == ATTENTION and name in unequal_keys):
@@ -150,9 +166,9 @@ def sources(one: Trace, other: Trace) -> tuple[Counter[str], str | None]:
                 unequal_keys.add(name)
             clean = clean and given == given2 and returned == returned2
             if source is not None:
-                found[source] += 1
-                first = first or f"{source} ({name}), token {place}"
-    return found, first
+                counts[source] += 1
+                first.setdefault(source, f"{name}, token {place}")
+    return {kind: Source(counts[kind], totals[kind.removeprefix("before ")], where) for kind, where in first.items()}
 
 
 def traced(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[list[int], Trace]:
@@ -165,37 +181,58 @@ def traced(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPar
     return text, recorder.trace(text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--draft")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--max-tokens", type=int, default=24)
-    args = parser.parse_args()
-    config = EngineConfig(
-        target=args.target, draft=args.draft or "none", dtype=args.dtype, quantization=args.quantization,
-        deterministic=args.deterministic, prefix_cache=False, max_running_requests=1, adaptive=False,
-    )  # fmt: skip
+def rows_of(config: EngineConfig, max_tokens: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of all schedules with these options, and a description of the target."""
     target, draft = load_models(config, device_of(config))
     asked = [one.turns[0] for one in builtin_prompts()]
     texts = [" ".join(asked[first : first + 6]) for first in range(8)]
-    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    most = target.max_context - max_tokens - SPARE_CONTEXT
+    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": text}])[:most] for text in texts]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     _, alone = traced(build_engine(config, target).engine, prompts[:1], params)
-    table = Table("schedule", "tokens", "first source", "sources (rows)")
+    rows = []
     for name, options in SCHEDULES.items():
         if "shape" in options and draft is None:
             continue
         more = {key: value for key, value in options.items() if key != "beside"}
-        own = draft if "shape" in more else None
-        engine = build_engine(config.with_options(**more), target, own).engine
+        engine = build_engine(config.with_options(**more), target, draft if "shape" in more else None).engine
         _, other = traced(engine, prompts[: 1 + options.get("beside", 0)], params)
-        found, first = sources(alone, other)
-        listed = ", ".join(f"{kind} {count}" for kind, count in found.most_common())
-        table.add_row(name, str(len(alone.keys() & other.keys())), first or "none", listed or "none")
+        row = {
+            "schedule": name, "deterministic": config.deterministic, "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": target.quantization, "tokens": len(alone.keys() & other.keys()),
+        }  # fmt: skip
+        found = sources(alone, other)
+        rows += [
+            {**row, "operation": kind, "differs": one.differs, "share": one.differs / one.results, "first": one.first}
+            for kind, one in found.items()
+        ] or [{**row, "operation": None, "differs": 0, "share": 0.0, "first": None}]
+    return rows, describe_target(target)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="(default: the one that --draft names)")
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(words)
+    config = EngineConfig(
+        target=args.target or (None if args.draft else "smollm2-135m"), draft=args.draft or "none", dtype=args.dtype,
+        quantization=args.quantization, prefix_cache=False, max_running_requests=1, adaptive=False,
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for flag in (False, True):
+        more, described = rows_of(config.with_options(deterministic=flag), args.max_tokens)
+        rows += more
+    columns = ("deterministic", "schedule", "tokens", "operation", "differs", "share", "first")
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(f"{row[key]:.3f}" if key == "share" else str(row[key]) for key in columns))
     Console().print(table)
+    settings = {"draft": args.draft, "max_tokens": args.max_tokens}
+    leave(make_record("bit_sources", command_line(), settings, rows, target=described), "bit-sources", args.out)
     return 0
 
 

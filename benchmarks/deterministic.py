@@ -1,12 +1,19 @@
 """Answers under many schedules, with `deterministic` and without: how many have the bits of the request alone.
 
-    python benchmarks/deterministic.py [--draft runs/NAME/ckpt] [--limit 200] [--max-tokens 48] [--quantization int8]
+    python benchmarks/deterministic.py [--draft runs/NAME/ckpt] [--limit 200] [--max-tokens 48] [--variants auto int8]
+        [--engines toolkit transformers vllm] [--vllm-python PATH] [--resume]
 
 Requests of mixed lengths, every second one sampled with a seed. First each runs alone, without reuse and drafts, in an
 engine with the option and in one without. Then come the schedules, in both: an answer is `equal` if its tokens and all
 log-probabilities are those of the same request alone, to the bit; `tokens_unequal` counts those whose tokens differ.
 `cost` is the time with the option over the time without, the two in turns, in the median of --repeats.
-Writes benchmarks/results/deterministic-<hardware>.json.
+
+Each of --variants is loaded in turn: a dtype, or weights in int8 or int4; the rows of all are in one record. Other
+engines (deterministic_rivals.py) answer the same prompts under those of the schedules that they have: greedily, all of
+them, and their tokens alone are compared.
+
+Writes benchmarks/results/deterministic-<hardware>.json, anew after each schedule. --resume keeps the rows that a
+record of the same settings has, and measures the others.
 """
 
 from __future__ import annotations
@@ -22,13 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_folder import leave
+import torch
+from deterministic_rivals import SCHEDULES as RIVALS
+from deterministic_rivals import TRANSFORMERS, VLLM, RivalRun
+from engine_process import EngineProcessError
+from results_folder import RESULTS
 from rich.console import Console
 from rich.table import Table
 
+from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.prompts import builtin_prompts
-from toolkit.bench.records import command_line, make_record
+from toolkit.bench.records import command_line, hardware, machine_name, make_record, read_record, write_record
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import EngineConfig
@@ -55,6 +67,17 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     "tree 4,4,16": ({**FOUR, "shape": "4,4,16"}, HEAD),
     "tree 5,8,32": ({**FOUR, "shape": "5,8,32"}, HEAD),
     "adaptive, reuse": ({**FOUR, "prefix_cache": True, "adaptive": True, "lookup": None}, HEAD),
+    "compiled": ({**FOUR, "torch_compile": True}, None),  # refused under `deterministic`
+}
+TOOLKIT = "toolkit"
+WEIGHTS = ("int8", "int4")
+VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
+KEYS = ("engine", "dtype", "schedule", "deterministic")  # of a row
+DEFINITIONS = {
+    "equal": "answers whose tokens and log-probabilities are those of the request alone, to the bit; of an engine "
+    "other than toolkit, whose tokens are",
+    "tokens_unequal": "answers whose tokens are not those of the request alone",
+    "cost": "seconds with the option over seconds without, in turns; null: there is no pair",
 }
 Bits = list[tuple[list[int], list[Any]]]
 
@@ -81,7 +104,7 @@ def questions(target: Target, limit: int, max_tokens: int) -> Asked:
         texts = asked[first : first + chance.choice((1, 1, 2, 4, 8))] + [chance.choice(asked)]
         ids = chat_ids(target.tokenizer, [{"role": "user", "content": "\n".join(texts)}])
         found.prompts.append(ids[:most])
-        settings = {"temperature": 0.8, "seed": number} if number % 2 else {}
+        settings: dict[str, Any] = {"temperature": 0.8, "seed": number} if number % 2 else {}
         found.params.append(SamplingParams(max_tokens=chance.randint(8, max_tokens), logprobs=2, **settings))
     return found
 
@@ -117,68 +140,121 @@ def bits_of(answers: Sequence[Request]) -> Bits:
 def rows_of(
     name: str, sides: dict[bool, Side], asked: Asked, alone: dict[bool, Bits], repeats: int, dtype: str
 ) -> list[dict[str, Any]]:
-    """The two rows of a schedule: with `deterministic` and without."""
+    """The rows of a schedule: without `deterministic`, and with it unless it is refused there."""
     options, drafts = SCHEDULES[name]
+    flags = (False,) if "torch_compile" in options else (False, True)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     answers: dict[bool, list[Request]] = {}
     for turn in range(repeats):
-        for flag in (True, False) if turn % 2 else (False, True):
+        for flag in flags[:: -1 if turn % 2 else 1]:
             took, answers[flag] = sides[flag].run(asked, options, drafts)
             seconds[flag].append(took)
     rows = []
-    for flag in (False, True):
+    for flag in flags:
         found = bits_of(answers[flag])
         equal = sum(one == other for one, other in zip(found, alone[flag], strict=True))
+        ratios = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)] if flag else []
         rows.append({
-            "schedule": name, "deterministic": flag, "dtype": dtype, "requests": len(found), "equal": equal,
-            "unequal": len(found) - equal,
+            "engine": TOOLKIT, "schedule": name, "deterministic": flag, "dtype": dtype, "requests": len(found),
+            "equal": equal, "unequal": len(found) - equal,
             "tokens_unequal": sum(one[0] != other[0] for one, other in zip(found, alone[flag], strict=True)),
-            "seconds": statistics.median(seconds[flag]),
-            "cost": statistics.median(a / b for a, b in zip(seconds[True], seconds[False], strict=True)) if flag else 1,
+            "seconds": statistics.median(seconds[flag]), "cost": statistics.median(ratios) if ratios else None,
             "preemptions": sum(one.preemptions for one in answers[flag]),
-            "cached_tokens": sum(one.cached_tokens for one in answers[flag]),
+            "cached_tokens": sum(one.cached_tokens for one in answers[flag]), "version": __version__,
         })  # fmt: skip
     return rows
+
+
+class Results:
+    """The rows so far; each new one is printed and written at once.
+
+    Raises ValueError when --resume names a record of other settings.
+    """
+
+    def __init__(self, out: Path | None, settings: dict[str, Any], resume: bool) -> None:
+        self.out = out or RESULTS / f"deterministic-{machine_name(hardware())}.json"
+        self.rows: list[dict[str, Any]] = []
+        self.settings, self.described = settings, dict[str, Any]()
+        if resume and self.out.is_file():
+            earlier = read_record(self.out, "deterministic")
+            if earlier["settings"] != settings:
+                raise ValueError(
+                    f"--resume: {self.out} has the settings {earlier['settings']}, this run has {settings}; name the "
+                    "same options, or another --out"
+                )
+            self.rows = earlier["rows"]
+
+    def lacks(self, engine: str, dtype: str, schedule: str) -> bool:
+        return all((row["engine"], row["dtype"], row["schedule"]) != (engine, dtype, schedule) for row in self.rows)
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        self.rows += rows
+        for row in rows:
+            flag = "with" if row["deterministic"] else "without"
+            print(f"{row['engine']}, {row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of "
+                  f"{row['requests']}", flush=True)  # fmt: skip
+        more = {"definitions": DEFINITIONS, **self.described}
+        write_record(self.out, make_record("deterministic", command_line(), self.settings, self.rows, **more))
+
+    def show(self) -> None:
+        columns = (*KEYS, "requests", "equal", "unequal", "tokens_unequal", "seconds", "cost")
+        table = Table(*columns)
+        for row in self.rows:
+            table.add_row(*(f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in columns))
+        Console().print(table)
+        print(f"written: {self.out}")
+
+
+def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
+    """The rows of one of --variants."""
+    target = args.target or (None if args.draft else "smollm2-135m")
+    dtype, quantization = ("auto", variant) if variant in WEIGHTS else (variant, "none")
+    config = EngineConfig(
+        target=target, draft=args.draft or "none", dtype=dtype, quantization=quantization, verify="target"
+    )
+    sides = {flag: Side.of(config.with_options(deterministic=flag)) for flag in (False, True)}
+    loaded = sides[True].target
+    asked = questions(loaded, args.limit, args.max_tokens)
+    results.described.setdefault("target", describe_target(loaded))
+    if sides[True].draft is not None:
+        results.described.setdefault("draft", describe_draft(sides[True].draft))
+    dtype = str(loaded.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights")
+    names = [name for name in args.schedules if SCHEDULES[name][1] != HEAD or sides[True].draft is not None]
+    names = [name for name in names if TOOLKIT in args.engines and results.lacks(TOOLKIT, dtype, name)]
+    alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()} if names else {}
+    for name in names:
+        results.add(*rows_of(name, sides, asked, alone, args.repeats, dtype))
+    for engine in [one for one in args.engines if one != TOOLKIT and quantization == "none"]:
+        names = [name for name in args.schedules if name in RIVALS[engine] and results.lacks(engine, dtype, name)]
+        lengths = [one.max_tokens for one in asked.params]
+        run = RivalRun(engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python)
+        try:
+            run.rows(names, results.add)
+        except EngineProcessError as error:
+            print(f"{engine}, {dtype}: not measured: {error}", file=sys.stderr)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="(default: the one that --draft names)")
     parser.add_argument("--draft", help="without: plain decoding and n-gram lookup")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["auto"], metavar="NAME")
+    parser.add_argument("--engines", nargs="+", choices=(TOOLKIT, TRANSFORMERS, VLLM), default=[TOOLKIT])
+    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--limit", type=int, default=200, help="requests (default: 200; 24 take some minutes)")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the record has")
     args = parser.parse_args(words)
-    target = args.target or (None if args.draft else "smollm2-135m")
-    config = EngineConfig(
-        target=target, draft=args.draft or "none", dtype=args.dtype, quantization=args.quantization, verify="target"
-    )
-    sides = {flag: Side.of(config.with_options(deterministic=flag)) for flag in (False, True)}
-    asked = questions(sides[True].target, args.limit, args.max_tokens)
-    alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()}
-    dtype = str(sides[True].target.dtype).removeprefix("torch.")
-    dtype += "" if args.quantization == "none" else f", {args.quantization} weights"
-    rows: list[dict[str, Any]] = []
-    for name in args.schedules:
-        if SCHEDULES[name][1] == HEAD and sides[True].draft is None:
-            continue
-        rows += rows_of(name, sides, asked, alone, args.repeats, dtype)
-        print(*(f"{name}, {'with' if row['deterministic'] else 'without'}: {row['equal']} equal of {row['requests']}"
-                for row in rows[-2:]), sep="; ", flush=True)  # fmt: skip
-    columns = ("schedule", "deterministic", "requests", "equal", "unequal", "tokens_unequal", "seconds", "cost")
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in columns))
-    Console().print(table)
-    settings = {"max_tokens": args.max_tokens, "repeats": args.repeats, "prompt_tokens": sum(map(len, asked.prompts))}
-    described = {"target": describe_target(sides[True].target)}
-    if sides[True].draft is not None:
-        described["draft"] = describe_draft(sides[True].draft)
-    leave(make_record("deterministic", command_line(), settings, rows, **described), "deterministic", args.out)
+    if VLLM in args.engines and args.vllm_python is None:
+        parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")
+    settings = {name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats")}
+    results = Results(args.out, settings, args.resume)
+    for variant in args.variants:
+        measure(variant, args, results)
+    results.show()
     return 0
 
 

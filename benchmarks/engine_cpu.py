@@ -9,7 +9,8 @@ group of prompts by group, the first one rotating, so that whatever the machine 
     group 0   plain   chain   hf         group 1   chain   hf   plain         group 2   hf   plain   chain
 
 Their tokens are compared with our plain decoding's, of the same weights. What has no row is named with the reason;
-engine_rivals.py says what --vllm-python and the like have to import (for llama.cpp: `pip install xllamacpp`).
+engine_rivals.py says what --vllm-python and the like have to import (for llama.cpp: `pip install xllamacpp`), and
+`pip install torchao` adds rows of Hugging Face's int8. ours-null drafts nothing and has to come out at 1.00.
 Writes benchmarks/results/engine-<hardware>.json.
 """
 
@@ -74,7 +75,9 @@ def start(rivals: Rivals, shared: Mapping[str, Any], threads: int, stack: contex
     """Load every engine, one after the other: two loads at once would fight for the cores and the memory."""
     for plan in rivals.plans:
         logger.info("loading %s", plan.name)
-        process = stack.enter_context(EngineProcess({**shared, **plan.settings}, threads, plan.python))
+        process = stack.enter_context(
+            EngineProcess({**shared, **plan.settings}, threads, plan.python, plan.environment)
+        )
         try:
             process.wait_until_loaded()
         except EngineProcessError as error:

@@ -17,6 +17,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.facts import target_facts
 
 WEIGHTS = "model.safetensors"
+TYPES = ("BF16", "Q8_0", "Q4_0")
+BOTH_ENDS = ("token_embd.weight", "output.weight")  # of at least 8 bits, as by llama-quantize
 INDEX = "model.safetensors.index.json"
 
 
@@ -62,11 +64,11 @@ def _replace(file: Path, settings: dict) -> None:
 
 
 def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
-    """Type of the matrices -> file: the given one, and its weights in BF16 and Q8_0."""
+    """Type of the matrices -> file: the given one, and its weights in BF16, Q8_0 and Q4_0."""
     reader = optional_package("gguf", "--gguf").GGUFReader(file)
     types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
     own = types["blk.0.ffn_up.weight"].name
-    made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in ("BF16", "Q8_0") if kind != own}
+    made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in TYPES if kind != own}
     return {kind.lower(): path for kind, path in (made | {own: file.resolve()}).items()}
 
 
@@ -77,7 +79,7 @@ def gguf_heads(file: Path, out: Path, targets: Iterable[str]) -> dict[str, Path]
 
 
 def requantised(file: Path, kind: str, out: Path) -> Path:
-    """A copy of a GGUF file with its matrices in another type."""
+    """A copy of a GGUF file with its matrices in another type, BOTH_ENDS in Q8_0 beside a type of 4 bits."""
     gguf = optional_package("gguf", "--gguf")
     reader, wanted = gguf.GGUFReader(file), gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
@@ -88,7 +90,9 @@ def requantised(file: Path, kind: str, out: Path) -> Path:
     for tensor in reader.tensors:
         data, given = tensor.data, tensor.tensor_type
         if len(tensor.shape) == 2:
-            data, given = gguf.quantize(gguf.dequantize(data, given), wanted), wanted
+            ends = kind == "Q4_0" and tensor.name in BOTH_ENDS
+            new = gguf.GGMLQuantizationType.Q8_0 if ends else wanted
+            data, given = gguf.quantize(gguf.dequantize(data, given), new), new
         writer.add_tensor(tensor.name, data, raw_dtype=given)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

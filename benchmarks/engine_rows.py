@@ -14,6 +14,7 @@ from toolkit.bench.near_tie import Divergence
 from toolkit.bench.table import decimal, equal_text
 
 REFERENCE = "ours-plain"
+NULL = "ours-null"
 DEFINITIONS = {
     "settings": "what the engine runs with: threads, dtype, compiled or eager, and what else it was told",
     "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
@@ -21,7 +22,10 @@ DEFINITIONS = {
     "tokens": "tokens written in `seconds`, over all repeats; the same number for every engine of a batch size",
     "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",
     "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts, "
-    f"null below {LEAST_GROUPS} groups",
+    f"null below {LEAST_GROUPS} groups; widened by `widened_by`",
+    "widened_by": f"{NULL} is plain decoding beside a drafter that no request uses, so its speedup is 1. Where its own "
+    "interval lies beside 1, all intervals of its batch are widened on both sides by that factor; null without such an "
+    "interval",
     "accept_length": "tokens committed per verify step, bonus included; vllm and llama.cpp count truncated steps too",
     "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
     "engines that do not tell prefill apart",
@@ -91,7 +95,19 @@ def rows_of(
                     **_equality(mine, entrant.equals, written, judge),
                 }
             )
-    return rows
+    return [row for batch in dict.fromkeys(row["batch"] for row in rows) for row in _widened(rows, batch)]
+
+
+def _widened(rows: Sequence[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
+    """The rows of a batch size, their intervals as wide as the null control asks."""
+    mine = [row for row in rows if row["batch"] == batch]
+    low, high = next((row["interval"] for row in mine if row["engine"] == NULL), (None, None))
+    factor = None if low is None else max(low, 1 / high, 1.0)
+    for row in mine:
+        row["widened_by"] = factor
+        if factor is not None and row["engine"] != REFERENCE and row["interval"][0] is not None:
+            row["interval"] = [row["interval"][0] / factor, row["interval"][1] * factor]
+    return mine
 
 
 def _answers(runs: Sequence[Run], engine: str | None) -> dict[int, list[int]]:
@@ -176,7 +192,7 @@ def _equality(
     mine: Sequence[Run], reference: str | None, written: Mapping[int, Sequence[int]], judge: Judge
 ) -> dict[str, Any]:
     if reference is None or not written:
-        return {"tokens_equal": None, "near_ties": None, "unequal": None}
+        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal"))
     parted = [
         judge(reference, place, written[place], answer)
         for run in mine
@@ -184,7 +200,8 @@ def _equality(
         for place, answer in enumerate(run.reply["output_ids"], start=run.first)
     ]
     near = [found.near_tie for found in parted if found is not None]
-    return {"tokens_equal": all(near), "near_ties": sum(near), "unequal": len(near) - sum(near)}
+    found = {"tokens_equal": all(near), "identical": len(parted) - len(near)}
+    return {**found, "near_ties": near.count(True), "unequal": near.count(False)}
 
 
 def engine_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

@@ -21,7 +21,10 @@ from engine_rivals import EagleOwn, Vllm, in_words, llama_cpp
 
 
 class Ours:
-    """`toolkit.LLM`: plain, with a draft directory, or with n-gram lookup."""
+    """`toolkit.LLM`: plain, with a draft directory, or with n-gram lookup.
+
+    null: with a drafter that no request uses, for the null control.
+    """
 
     most = None
 
@@ -41,7 +44,9 @@ class Ours:
             str(self._llm.target.dtype).removeprefix("torch."),
             f"{settings['quantization']} weights" if settings["quantization"] else None,
             "torch.compile" if settings["torch_compile"] else "eager",
+            "no request drafts" if settings.get("null") else None,
         )
+        self._drafts = not settings.get("null")
         self._parts: dict[str, float] = {}
         self._step, self._llm.engine.step = self._llm.engine.step, self._timed_step
 
@@ -69,7 +74,8 @@ class Ours:
         self._parts = dict.fromkeys(("prefill", "draft", "verify", "commit"), 0.0)
         self._last: dict[Any, Any] = {}
         self._started: set[Any] = set()
-        done = self._llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        asked = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        done = self._llm.generate(prompts, asked, speculative=self._drafts)
         return {
             "output_ids": [one.token_ids for one in done],
             "verify_steps": sum(one.acceptance.verify_steps for one in done),
@@ -83,6 +89,8 @@ class HuggingFace:
 
     Compiled: decoding steps over a static cache of the longest context, by torch.compile. transformers does that by
     itself on a GPU alone. Prompts are read eagerly, since each length would be compiled.
+
+    torchao: its int8 weights, one scale a row, in place of ours.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -93,6 +101,10 @@ class HuggingFace:
         names = ("revision", "dtype", "quantization")
         target = load_target(settings["target"], **{name: settings[name] for name in names})
         self._model, self._lookup, compiled = target.model, settings["lookup"], settings["torch_compile"]
+        weights = f"{settings['quantization']} weights" if settings["quantization"] else None
+        self.weight_bits = target.weight_bits
+        if settings.get("torchao"):
+            weights, self.weight_bits = quantised_by_torchao(target.model)
         # transformers: "assisted generate is only supported for batch_size = 1".
         self.most = None if self._lookup is None else 1
         # `generate` fills gaps of its settings from here: without this the target's stop ids would come back.
@@ -103,11 +115,11 @@ class HuggingFace:
             static = {"cache_implementation": "static", "max_cache_len": settings["context_length"]}
             static["compile_config"] = everywhere
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=0, **static)
-        self.version, self.weight_bits = transformers.__version__, target.weight_bits
+        self.version = transformers.__version__
         self.settings = in_words(
             settings,
             str(target.dtype).removeprefix("torch."),
-            f"{settings['quantization']} weights" if settings["quantization"] else None,
+            weights,
             "torch.compile with a static cache" if compiled else "eager with a dynamic cache",
             f"prompt lookup of {self._lookup}" if self._lookup else None,
             f"attention {self._model.config._attn_implementation}",
@@ -122,6 +134,24 @@ class HuggingFace:
         more = {} if self._lookup is None else {"prompt_lookup_num_tokens": self._lookup}
         written = self._model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, **more)
         return {"output_ids": written[:, longest:].tolist()}
+
+
+def quantised_by_torchao(model: Any) -> tuple[str, float]:
+    """Store the linear layers of a model, the output matrix among them, as torchao's int8. Returns that in words, and
+    the bits per weight."""
+    import torchao
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def stored_bytes(tensor: Any) -> int:
+        """Of a tensor, or of those that a quantised one consists of."""
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return int(tensor.nbytes)
+        return sum(stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+    count = sum(one.numel() for one in model.parameters())
+    quantize_(model, Int8WeightOnlyConfig())
+    bits = 8 * sum(stored_bytes(one) for one in model.parameters()) / count
+    return f"int8 weights of torchao {torchao.__version__}", bits
 
 
 ENGINES = {"ours": Ours, "hugging-face": HuggingFace, "vllm": Vllm, "eagle": EagleOwn, "llama.cpp": llama_cpp}

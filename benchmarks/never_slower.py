@@ -32,7 +32,8 @@ from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
+from toolkit.heads.aux_config import default_aux_layer_ids
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine

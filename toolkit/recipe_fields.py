@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat
 from toolkit.head_kinds import HEAD_KINDS
 
 T = TypeVar("T")
-LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
+LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid", "dspark"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

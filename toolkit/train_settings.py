@@ -255,22 +255,22 @@ class TrainSettings:
         yield "head.lm_head", new or head.lm_head != "random", "null, target or frozen under train.init"
 
     def _unroll_rules(self) -> Iterator[Rule]:
-        unroll, most = self.unroll, self.unroll.ttt_steps - 1
-        layers = self.head.stages
+        unroll, most, layers = self.unroll, self.unroll.ttt_steps - 1, self.head.stages
         yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, "this or feature_weight above 0"
         thins = unroll.anchors is None or unroll.ttt_steps > layers
         yield "unroll.ttt_steps", most > 0 or not HEAD_KINDS[self.head.kind].block, "at least 2, the tokens of a block,"
         yield "unroll.anchors", thins, f"null, or ttt_steps above {layers}: they thin out later steps,"
-        shares = unroll.curriculum
-        fits = f"up to {most} shares (one for each number of steps below ttt_steps) that sum to less than 1"
-        yield "unroll.curriculum", len(shares) <= most and sum(shares) < 1, fits
-        fits = "none: a step has its own MTP layer here, and fewer leave some untrained,"
-        yield "unroll.curriculum", not shares or layers == 1, fits
+        shares, fits = unroll.curriculum, f"up to {most} shares (one for each number of steps below ttt_steps)"
+        yield "unroll.curriculum", len(shares) <= most and sum(shares) < 1, f"{fits} that sum to less than 1"
+        alike = not shares or layers == 1
+        yield "unroll.curriculum", alike, "none: a step has its own MTP layer here, and fewer leave some untrained,"
         fits = "null under a curriculum: a shallow unroll's measurements fall short,"
         yield "evaluation.patience", not shares or self.evaluation.patience is None, fits
 
     def _step_rules(self) -> Iterator[Rule]:
         data, optimizer = self.data, self.optimizer
+        differs = self.unroll.mask_shift == 0 or data.supervise == "answers"
+        yield "unroll.mask_shift", differs, "0 under train.data.supervise all, where a shift changes next to nothing,"
         bounded = optimizer.max_grad_norm is None or optimizer.name == "adamw"
         yield "optimizer.max_grad_norm", bounded, "null under train.optimizer.name muon, or name: adamw,"
         shared = not data.pack or min(data.micro_batch, data.global_batch) > 1

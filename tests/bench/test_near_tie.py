@@ -93,6 +93,14 @@ def test_sampled_bound_holds_for_noise_of_the_worst_kind():
             assert not sampled_near_tie(row, (token,), noise, beyond)
 
 
+def test_sampled_answers_are_judged_in_float32_alone():
+    """A bound that admits odds off by e^0.7 calls errors of the engine near-ties; so the target is not even asked."""
+    logits_after, asked = scripted([0.0, 0.0])
+    found = find_divergence([5, 0], [5, 1], logits_after, BF16, temperature=0.7, uniform_at=lambda _: 0.5)
+    assert found.near_tie is None and found.position == 1 and asked == []
+    assert find_divergence([5, 0], [5], logits_after, BF16, temperature=0.7, uniform_at=lambda _: 0.5).near_tie is False
+
+
 def test_compare_at_a_temperature_uses_the_random_number_of_the_position():
     asked = []
 

@@ -1,4 +1,5 @@
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,24 @@ def test_a_row_per_shape_and_task_with_the_records_keys(two_tasks):
     assert 2.0 <= whole["interval"][0] <= whole["accept_length"] <= whole["interval"][1] <= 7 / 3
     assert math["interval"] == [None, None]
     assert whole["tokens_equal"] is True and whole["near_ties"] == whole["unequal"] == 0
+
+
+def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
+    """Greedy: a near-tie. Sampled in 16 bits: not judged. Under `deterministic` rounding is no excuse either time."""
+    monkeypatch.setattr(rows_module, "plain_logits", lambda target, ids: torch.zeros(30))
+    plain, speculative = two_tasks
+    others = [replace(speculative[0], output_ids=(10, 29, *range(12, 19))), speculative[1]]
+    seeded = [replace(one.question, params=SamplingParams(seed=1)) for one in plain]
+    runs = [[replace(one, question=asked) for one, asked in zip(some, seeded, strict=True)] for some in (plain, others)]
+    counts = ("tokens_equal", "identical", "near_ties", "unequal", "not_judged")
+    for temperature, deterministic, wanted in (
+        (0.0, False, (True, 1, 1, 0, 0)),
+        (0.8, False, (None, 1, 0, 0, 1)),
+        (0.0, True, (False, 1, 0, 1, 0)),
+        (0.8, True, (False, 1, 0, 1, 0)),
+    ):
+        found = tabulate(rounds_of(*runs), [CHAIN], BF16_TARGET, temperature, deterministic=deterministic)
+        assert tuple(found["rows"][0][name] for name in counts) == wanted
 
 
 def test_adaptive_rows_come_first_and_say_how_often_they_drafted(two_tasks):

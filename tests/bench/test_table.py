@@ -43,6 +43,7 @@ def test_numbers_survive_a_narrow_terminal(record):
         ({}, "54 of 88 speculative answers in 2 settings equal plain decoding's; 34 first differ from it"),
         ({"near_ties": 0}, "All 88 speculative answers in 2 settings equal plain decoding's"),
         ({"tokens_equal": False, "unequal": 3}, "NOT LOSSLESS"),
+        ({"tokens_equal": None, "near_ties": 0, "not_judged": 5}, "78 of 88 speculative answers in 2 settings equal"),
         ({"tokens_equal": None, "near_ties": None, "unequal": None}, "were not compared"),
     ],
 )

@@ -4,24 +4,74 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.conftest import build_target
 from toolkit.bench.records import read_record
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
+WORDS = ["--limit", "4", "--max-tokens", "9", "--repeats", "1"]
+
 
 def test_the_record_of_schedules(script, draft_directory, tmp_path):
-    """A row for each schedule with the option and without; with it nothing may be unequal."""
+    """A row for each schedule with the option and without; with it nothing may be unequal. A second run resumes."""
     out = tmp_path / "record.json"
-    words = ["--draft", str(draft_directory), "--dtype", "bfloat16", "--limit", "4", "--max-tokens", "9"]
+    words = ["--draft", str(draft_directory), "--variants", "bfloat16", *WORDS, "--out", str(out), "--schedules"]
     chosen = ["preempted", "prefix reuse", "tree 4,4,16"]
-    arguments = [*words, "--repeats", "1", "--out", str(out), "--schedules", *chosen]
-    assert script("deterministic").main(arguments) == 0
+    assert script("deterministic").main([*words, *chosen]) == 0
     rows = read_record(out, "deterministic")["rows"]
     assert [(row["schedule"], row["deterministic"]) for row in rows] == [(n, f) for n in chosen for f in (False, True)]
     assert all(row["equal"] == row["requests"] == 4 and not row["unequal"] for row in rows if row["deterministic"])
-    assert rows[3]["cached_tokens"] and all(row["cost"] > 0 for row in rows)
+    assert rows[3]["cached_tokens"] and all(row["cost"] > 0 for row in rows if row["deterministic"])
+    assert script("deterministic").main([*words, "preempted", "batch 4", "--resume"]) == 0
+    resumed = read_record(out)["rows"]
+    assert resumed[:6] == rows and [row["schedule"] for row in resumed[6:]] == ["batch 4"] * 2
+    with pytest.raises(ValueError, match="name the same options"):
+        script("deterministic").main([*words, *chosen, "--resume", "--max-tokens", "8"])
+
+
+def test_transformers_in_the_record(script, tiny_target_directory, tmp_path):
+    """A prompt that is padded at the wrong side, or an answer cut elsewhere than ours, would differ in float32 too."""
+    out = tmp_path / "record.json"
+    words = ["--target", str(tiny_target_directory), "--variants", "float32", "int8", *WORDS, "--out", str(out)]
+    assert (
+        script("deterministic").main([*words, "--engines", "transformers", "--schedules", "batch 4", "preempted"]) == 0
+    )
+    (row,) = read_record(out)["rows"]
+    assert (row["engine"], row["schedule"], row["dtype"]) == ("transformers", "batch 4", "float32")
+    assert row["equal"] == row["requests"] == 4 and row["version"]
+
+
+def test_a_rival_that_answers_otherwise_in_a_batch(script, tiny_target, monkeypatch):
+    """vLLM gets all prompts and its options; what it writes behind a stop id or the asked length is no difference."""
+    tool, asked, rows = script("deterministic_rivals"), [], []
+    stop = min(tiny_target.stop_ids)
+
+    class Process:
+        version, settings = "1.2", "threads: 1"
+
+        def __init__(self, settings, threads, python):
+            asked.append((settings["max_running_requests"], settings["options"], python))
+            self._last = len(asked)
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: None  # noqa: E731
+
+        def wait_until_loaded(self):
+            pass
+
+        def answer(self, prompts, max_tokens):
+            assert (len(prompts), max_tokens) == (3, 4)
+            return {"seconds": 2.0, "output_ids": [[5, 6, 7, self._last], [stop, *[self._last] * 3], [self._last] * 4]}
+
+    monkeypatch.setattr(tool, "EngineProcess", Process)
+    run = tool.RivalRun("vllm", tiny_target, [[1], [2, 3], [4]], [3, 4, 2], 1, "python")
+    run.rows(["batch 4", "chunks of 64"], rows.append)
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    assert asked == [(1, {}, "python"), (4, {}, "python"), (4, chunks, "python")]
+    assert [(row["equal"], row["unequal"], row["seconds"]) for row in rows] == [(2, 1, 2.0)] * 2
 
 
 def test_the_operation_that_differs_is_named(script, tiny_draft):
@@ -37,6 +87,18 @@ def test_the_operation_that_differs_is_named(script, tiny_draft):
     own = act.forward
     act.forward = lambda x: own(x) if x[..., 0].numel() != 5 else own(x) * (1 + 2**-20)
     _, second_trace = tool.traced(drafting, [prompt], params)
-    found, first = tool.sources(first_trace, second_trace)
-    assert first == f"{type(act).__name__} (layers.1.mlp.act_fn), token 20"
-    assert set(found) == {type(act).__name__} and found[type(act).__name__] >= 7
+    (found,) = tool.sources(first_trace, second_trace).items()
+    assert found[0] == type(act).__name__ and found[1].first == "layers.1.mlp.act_fn, token 20"
+    assert 7 <= found[1].differs < found[1].results
+
+
+def test_the_record_of_sources(script, tiny_target_directory, tmp_path):
+    """With the option no operation may be named; a schedule without a source has a row that says so."""
+    out = tmp_path / "record.json"
+    words = ["--target", str(tiny_target_directory), "--dtype", "bfloat16", "--max-tokens", "4", "--out", str(out)]
+    assert script("bit_sources").main(words) == 0
+    rows = read_record(out, "bit_sources")["rows"]
+    with_option = [row for row in rows if row["deterministic"]]
+    assert [row["schedule"] for row in with_option] == ["parts of 16", "parts of 64", "beside 7"]
+    assert all(row["operation"] is None and row["differs"] == 0 and row["tokens"] > 20 for row in with_option)
+    assert any(row["differs"] and 0 < row["share"] <= 1 for row in rows if not row["deterministic"])

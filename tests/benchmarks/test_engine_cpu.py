@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from tests.targets.conftest import write_gguf
 from toolkit.bench.near_tie import Divergence
@@ -21,8 +23,17 @@ DESIGNED = {
     "peak_memory_bytes", "parts",
 }  # fmt: skip
 OURS = ["ours-plain", "ours-eagle3-chain", "ours-eagle3-tree", "ours-eagle3-adaptive"]
-NAMES = [*OURS, "ours-ngram", "hf-generate", "hf-prompt-lookup"]
-FOREIGN = {"vllm-cpu", "vllm-cpu-eagle3", "eagle-own-tree", "llama.cpp"}
+FP32 = ["generate-fp32", "generate-fp32-compiled", "prompt-lookup-fp32"]
+NAMES = [*OURS, "ours-null", "ours-ngram", "hf-generate", "hf-prompt-lookup"]
+FOREIGN = {
+    "hf-generate-fp32",
+    "hf-generate-torchao-int8",
+    "vllm-cpu",
+    "vllm-cpu-ngram",
+    "vllm-cpu-eagle3",
+    "eagle-own-tree",
+    "llama.cpp",
+}
 
 
 class InProcess:
@@ -30,7 +41,7 @@ class InProcess:
 
     broken: dict[str, int] = {}
 
-    def __init__(self, worker, settings, threads: int, python: str | None = None) -> None:
+    def __init__(self, worker, settings, threads: int, python: str | None = None, more=None) -> None:
         self.worker, self.asked, self.calls = worker, settings, 0
 
     def __enter__(self):
@@ -65,6 +76,7 @@ def bench(script, monkeypatch, draft_directory, tmp_path):
     """Runs the script on the tiny head; returns the record."""
     worker, cpu = script("engine_worker"), script("engine_cpu")
     monkeypatch.setattr(cpu, "EngineProcess", lambda *args: InProcess(worker, *args))
+    monkeypatch.setattr(script("engine_plans"), "find_spec", lambda name: None)  # torchao, whatever this machine has
     monkeypatch.setattr(cpu.torch, "set_num_threads", lambda count: None)
 
     def run(*more: str, limit: int = 3) -> dict:
@@ -91,7 +103,7 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
         assert (row["prompts"], row["tokens"]) == ((3, 54) if row["batch"] == 1 else (2, 36)), row["engine"]
         assert row["weight_bits"] == 32 and row["context"] > 9
         assert row["settings"].startswith("threads: ") and "float32" in row["settings"] and "eager" in row["settings"]
-        if row["engine"] in ("ours-plain", "hf-generate", "hf-prompt-lookup"):
+        if row["engine"] in ("ours-plain", "ours-null", "hf-generate", "hf-prompt-lookup"):
             assert row["accept_length"] is None, row["engine"]  # ours drafts nothing, Hugging Face does not count
         elif row["engine"] in ("ours-eagle3-chain", "ours-eagle3-tree"):
             assert row["accept_length"] >= 1 and row["parts"]["draft"] > 0
@@ -116,11 +128,11 @@ def test_rows_of_a_quantised_target(bench) -> None:
         assert row["over"] == row["equals"] or name.startswith("hf")
 
 
-def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
+def test_plans_of_every_option(script, tmp_path, tiny_draft, monkeypatch) -> None:
     """Compiled and quantised rows side by side, none of them missing, each beside plain decoding of its own kind."""
     cpu, worker = script("engine_cpu"), script("engine_worker")
-    args = cpu.arguments().parse_args(["--quantization", "int8", "int4", "--torch-compile"])
-    plans, _absent = cpu.plans_for(args, None, {}, tmp_path)
+    args = cpu.arguments().parse_args(["--quantization", "int8", "int4", "--torch-compile", "--dtype", "float32"])
+    plans, _absent = cpu.plans_for(args, tiny_draft, {}, tmp_path)
     ours = {plan.name: plan for plan in plans if plan.name.startswith("ours-plain")}
     assert {name: (plan.equals, plan.over) for name, plan in ours.items()} == {
         "ours-plain": ("ours-plain", "ours-plain"),
@@ -130,6 +142,9 @@ def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
         "ours-plain-int4": ("ours-plain-int4", "ours-plain-int4"),
         "ours-plain-int4-compiled": ("ours-plain-int4", "ours-plain-int4-compiled"),
     }
+    drafting = {plan.name: plan for plan in plans if plan.name.startswith("ours-eagle3-chain")}
+    assert drafting["ours-eagle3-chain-int8-compiled"].equals == "ours-plain-int8-compiled"
+    assert all(plan.equals == plan.over for plan in drafting.values())
     given: dict = {}
     llm = SimpleNamespace(
         target=SimpleNamespace(weight_bits=8.0, dtype="torch.bfloat16"), engine=SimpleNamespace(step=None)
@@ -143,7 +158,7 @@ def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
 def test_engines_that_are_not_installed_are_named(bench, tmp_path) -> None:
     """Asked for and not importable: no row and no crash, but the reason; the files they would read were written."""
     python = ["--vllm-python", "python", "--eagle-python", "python", "--llama-python", "python"]
-    asked = ["vllm-cpu", "vllm-cpu-eagle3", "eagle-own-tree", "llama.cpp"]
+    asked = ["vllm-cpu", "vllm-cpu-ngram", "vllm-cpu-eagle3", "eagle-own-tree", "llama.cpp"]
     record = bench("--batch", "1", *python, "--gguf", str(tmp_path / "x.gguf"), "--only", *asked, limit=1)
     assert [row["engine"] for row in record["rows"]] == ["ours-plain"]
     for name, module in (("vllm-cpu", "vllm"), ("eagle-own-tree", "eagle"), ("llama.cpp", "llama_cpp")):
@@ -156,11 +171,11 @@ def test_rows_of_llama_cpps_server(script, tiny_draft, tiny_target, tiny_target_
     file = write_gguf(tmp_path / "tiny.gguf", tiny_target, quantised=True)
     (tmp_path / "out").mkdir()
     args = script("engine_cpu").arguments().parse_args(["--gguf", str(file), "--llama-server", "server"])
-    shared = {"target": str(tiny_target_directory), "revision": None}
+    shared = {"target": str(tiny_target_directory), "revision": None, "threads": 1}
     plans, absent = script("engine_plans").plans_for(args, tiny_draft, shared, tmp_path / "out")
     rows = {plan.name: plan for plan in plans if plan.name.startswith("llama.cpp")}
-    kinds = [f"llama.cpp-{kind}{head}" for kind in ("bf16", "q8_0") for head in ("", "-eagle3", "-eagle3-sure")]
-    assert list(rows) == kinds
+    drafts = ("", "-ngram", "-eagle3", "-eagle3-sure")
+    assert list(rows) == [f"llama.cpp-{kind}{draft}" for kind in ("bf16", "q4_0", "q8_0") for draft in drafts]
     assert rows["llama.cpp-q8_0"].settings["gguf"] == str(file) and "llama.cpp" not in absent
 
     def stored(name: str, file: str) -> set[str]:
@@ -168,6 +183,7 @@ def test_rows_of_llama_cpps_server(script, tiny_draft, tiny_target, tiny_target_
         return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
 
     assert stored("llama.cpp-bf16", "gguf") == {"BF16"} and stored("llama.cpp-q8_0-eagle3", "draft") == {"Q8_0"}
+    assert stored("llama.cpp-q4_0", "gguf") == {"Q4_0", "Q8_0"}, "the embedding has 8 bits, as by llama-quantize"
     assert stored("llama.cpp-bf16-eagle3", "draft") == {"F32"}, "the tiny head is in float32"
     packed, plain = (gguf.GGUFReader(rows[name].settings["gguf"]) for name in ("llama.cpp-q8_0", "llama.cpp-bf16"))
     assert packed.fields.keys() - plain.fields.keys() == {"general.file_type"}
@@ -264,6 +280,89 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
     assert (tie["tokens_equal"], tie["near_ties"], tie["unequal"]) == (True, 1, 0)
     assert (wrong["speedup"], wrong["tokens_equal"], wrong["unequal"]) == (0.5, False, 5)
     assert tie["decode_speedup"] is None and plain["decode_speedup"] == 1.0
+
+
+def test_intervals_are_as_wide_as_the_null_control_asks(script) -> None:
+    """A drafter that drafts nothing is as fast as plain decoding. Where it measures faster, so may the others."""
+    rows = script("engine_rows")
+
+    def found(null: list, other: list) -> list:
+        given = (("ours-plain", [1.0, 1.0]), ("ours-null", null), ("other", other))
+        made = [{"engine": name, "batch": 1, "interval": interval} for name, interval in given]
+        return [(row["interval"], row["widened_by"]) for row in rows._widened(made, 1)]
+
+    assert found([0.99, 1.02], [1.2, 1.4]) == [([1, 1], 1.0), ([0.99, 1.02], 1.0), ([1.2, 1.4], 1.0)]
+    assert found([1.25, 1.5], [2, 4]) == [([1, 1], 1.25), ([1, 1.875], 1.25), ([1.6, 5], 1.25)]
+    assert found([0.25, 0.5], [2, 4]) == [([1, 1], 2), ([0.125, 1], 2), ([1, 8], 2)]
+    assert found([None, None], [None, None])[2] == ([None, None], None)
+
+
+def test_the_null_control_drafts_nothing(script, draft_directory, tiny_target_directory) -> None:
+    """With a head that is never asked; one that drafts would not come out at 1.00."""
+    engine = script("engine_worker").Ours(
+        {**shared_settings(tiny_target_directory), "draft": str(draft_directory), "shape": "3,1,4", "null": True}
+    )
+    told = engine.answer([[5, 6, 7]], 6)
+    assert told["accepted"] == 0 and len(told["output_ids"][0]) == 6
+    assert engine.settings.endswith("eager, no request drafts")
+
+
+def test_hugging_face_at_its_best(script, tmp_path, monkeypatch) -> None:
+    """Each with a compiled row; in float32 where this CPU is faster so; torchao's weights are its own."""
+    cpu, plans = script("engine_cpu"), script("engine_plans")
+    monkeypatch.setattr(plans, "find_spec", lambda name: name)
+    args = cpu.arguments().parse_args(["--torch-compile", "--dtype", "bfloat16"])
+
+    def rows(fastest: torch.dtype) -> dict:
+        monkeypatch.setattr(plans, "fastest_cpu_dtype", lambda: fastest)
+        made, absent = plans.plans_for(args, None, {}, tmp_path)
+        assert ("hf-generate-fp32" in absent) == (fastest == torch.bfloat16)
+        return {plan.name: plan for plan in made if plan.name.startswith("hf")}
+
+    usual = ["hf-generate", "hf-generate-compiled", "hf-prompt-lookup"]
+    weights = ["hf-generate-torchao-int8", "hf-generate-torchao-int8-compiled"]
+    found = rows(torch.float32)
+    assert list(found) == [*usual, *(f"hf-{name}" for name in FP32), *weights]
+    assert {name: plan.settings["dtype"] for name, plan in found.items() if "dtype" in plan.settings} == {
+        **{f"hf-{name}": "float32" for name in FP32},
+        **dict.fromkeys(weights, "float32"),
+    }
+    assert [name for name, plan in found.items() if plan.equals is None] == weights
+    assert list(rows(torch.bfloat16)) == [*usual, *weights]
+
+
+def test_vllm_with_lookup_and_what_its_page_tells_to_preload(script, tmp_path, monkeypatch) -> None:
+    """Without its allocator and OpenMP, or without drafts that need no head, it would look slower than it is."""
+    monkeypatch.setattr("ctypes.util.find_library", "lib{}.so.4".format)
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    line = ["--dtype", "float32", "--vllm-python", str(tmp_path / "bin" / "python"), "--lookup", "5"]
+    args = script("engine_cpu").arguments().parse_args(line)
+    made, _absent = script("engine_plans").plans_for(args, None, {"threads": 1}, tmp_path)
+    plain, lookup = (plan for plan in made if plan.name.startswith("vllm"))
+    assert plain.environment == lookup.environment
+    assert plain.environment["LD_PRELOAD"] == "libtcmalloc_minimal.so.4:mine.so"
+    assert plain.environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal(), "one core, as many as our threads"
+    assert (lookup.name, lookup.shape, lookup.settings["draft"]) == ("vllm-cpu-ngram", "5,1,6", "ngram")
+
+
+def test_torchaos_weights(script, monkeypatch) -> None:
+    """Its bits are those of the parts that a quantised tensor consists of; the tensor itself says those of bfloat16."""
+
+    class Parts(torch.Tensor):
+        def __tensor_flatten__(self):
+            return ["numbers", "scales"], None
+
+    def quantize(model, config):
+        one = torch.Tensor._make_subclass(Parts, model.weight.data)
+        one.numbers, one.scales = torch.zeros(4, 8, dtype=torch.int8), torch.zeros(4, dtype=torch.bfloat16)
+        model.parameters = lambda: [one, model.bias]
+
+    quantization = SimpleNamespace(Int8WeightOnlyConfig=object, quantize_=quantize)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__version__="0.9", quantization=quantization))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    model = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    said, bits = script("engine_worker").quantised_by_torchao(model)
+    assert said == "int8 weights of torchao 0.9" and bits == pytest.approx(8 * (32 + 8 + 8) / 36)
 
 
 def shared_settings(target: Path) -> dict:

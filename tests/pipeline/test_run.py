@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from toolkit.bench.records import read_record
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.jsonl import DataError
@@ -208,6 +209,10 @@ def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Pa
     assert heats == [{0.8}, {0.0}]
     assert (folder / "bench" / "rounds-T0.8.jsonl").is_file(), "each goes on from rounds of its own"
     assert "skipped, up to date" in finish(start(home, *line, command=()))
+    assert "deterministic" not in read_record(folder / "bench" / "acceptance.json")["settings"]
+    (folder / "bench" / "acceptance.json").unlink()
+    finish(start(home, *line, "rollouts.deterministic=true", command=()))
+    assert read_record(folder / "bench" / "acceptance.json")["settings"]["deterministic"] is True
 
 
 def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:

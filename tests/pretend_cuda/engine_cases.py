@@ -3,7 +3,7 @@
     python -m tests.pretend_cuda.engine_cases eagle3/3,1,4/greedy none//drawn ..
 
 Prints one JSON object: by case and kind of rounds ("eager" or "recorded") what differs from the CPU's answers (None:
-nothing), and the reads and uploads of a step.
+nothing), and the reads and uploads of a step, and how many uploads from pinned memory most of its steps make.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import mode
 from typing import Any
 from unittest.mock import patch
 
@@ -110,11 +111,12 @@ def answers(case: Case, engine: Engine, step: Callable[[], Any] | None = None) -
 
 class Rounds:
     """Steps an engine, and notes the most reads and pageable uploads of a step that reads no prompt and records no
-    round."""
+    round, and the pinned uploads of each."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.reads, self.uploads = 0, 0
+        self.pinned: list[int] = []  # uploads from pinned memory of every such step
         self.lines: set[str] = set()  # of those
 
     def step(self) -> None:
@@ -125,6 +127,7 @@ class Rounds:
         if not prompts and seen.recordings == recordings:
             self.reads = max(self.reads, seen.reads.total())
             self.uploads = max(self.uploads, seen.uploads.total())
+            self.pinned.append(seen.pinned)
             self.lines |= {*seen.reads, *seen.uploads}
 
 
@@ -136,6 +139,7 @@ def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, A
         "different": [[mine, theirs] for mine, theirs in zip(got, wanted, strict=True) if mine != theirs],
         "reads": rounds.reads,
         "uploads": rounds.uploads,
+        "pinned": mode(rounds.pinned),
         "lines": sorted(rounds.lines),
         "replays": seen.replays - replays,
         "accepted": max((most for _, accepted, _ in got for most in accepted), default=0),

@@ -186,7 +186,7 @@ def counted(rounds: Sequence[Round] = ROUNDS) -> dict[str, Counter[str]]:
     with pretended_cuda():
         host = build_target()
         of_dtype = {
-            dtype: replace(host, model=copy.deepcopy(host.model).to("cuda", dtype))
+            dtype: replace(host, model=copy.deepcopy(host.model).to("cuda", dtype), dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16)
         }
         return {one.name: launches_of(of_dtype[one.dtype], one) for one in rounds}

@@ -50,6 +50,8 @@ def test_the_engine_writes_what_it_writes_on_the_cpu() -> None:
     """Chains and trees, eager and recorded: a tensor left on the host, a table of the wrong device, or a number that
     was the host's when a round was recorded."""
     found = check(TYPICAL)
+    # Rows, settings and pages are uploaded where they change; most rounds find all of it on the device.
+    assert not {case: kinds for case, kinds in found.items() if any(one["pinned"] for one in kinds.values())}
     assert found["eagle3/3,3,8/cut"]["recorded"]["accepted"], "nothing was accepted, so little was walked or moved"
 
 

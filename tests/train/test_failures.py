@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from toolkit.pipeline import train_entry
+from toolkit.train import loop
 from toolkit.train.failures import DivergedError, LostProcessError, check_finite, check_weights, lost_process_named
 
 
@@ -47,3 +49,25 @@ def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
     with pytest.raises(LostProcessError if lost else type(error)) as raised, lost_process_named(tmp_path):
         raise error
     assert raised.value is not error if lost else raised.value is error
+
+
+def test_the_process_group_ends_at_exit_also_after_a_failed_training(tmp_path, monkeypatch):
+    """Threads of gloo that still run may abort the exit, which would hide the error's own exit status."""
+    at_exit: list = []
+
+    class Failing:
+        def __init__(self, *_):
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            raise DivergedError("of step 3")
+
+    monkeypatch.setattr(train_entry, "bring_up_to_date", lambda *_: None)
+    monkeypatch.setattr(train_entry.atexit, "register", at_exit.append)
+    monkeypatch.setattr(loop, "Trainer", Failing)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train_entry.train_from_command_line("eagle3", [f"run_dir={tmp_path}"]) != 0
+    assert torch.distributed.is_initialized()
+    for end in at_exit:
+        end()
+    assert not torch.distributed.is_initialized()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import load_recipe
-from toolkit.train import fresh_rollouts
+from toolkit.train import fresh_rollouts, real_acceptance
 from toolkit.train.fresh_rollouts import FreshRollouts
+from toolkit.train.real_acceptance import Measurement
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train.training_data import HeldOutPrompt, HeldOutPrompts
 from toolkit.weights import read_json
 
 STEP = 6
@@ -92,6 +95,20 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
     assert fresh.write(STEP, None) == stats and fresh.path(STEP).stat().st_mtime_ns == before
     other = fresh.prompts(STEP - 3)[0]
     assert not {one.id for one in other} & {one.id for one in chosen}, "no prompt twice before all once"
+
+
+def test_the_setting_for_the_same_bits(processes, model, tiny_target, monkeypatch):
+    """`rollouts.deterministic` must hold for the rollouts that training writes, and for what it measures."""
+    found: list[bool] = []
+    (fresh,) = processes(1, "one")
+    for module in (fresh_rollouts, real_acceptance):
+        monkeypatch.setattr(module, "with_engine", lambda use, config, *_: found.append(config.deterministic))
+    for wanted in (True, False):
+        fresh.recipe = replace(fresh.recipe, rollouts=replace(fresh.recipe.rollouts, deterministic=wanted))
+        fresh._write_shares(STEP, fresh._share_head(STEP, model))
+        prompts = HeldOutPrompts([HeldOutPrompt(str(one), [1, 2], [3], [], None) for one in range(2)])
+        Measurement(tiny_target, prompts, fresh.recipe.train, 0, deterministic=wanted).by_engine(None)
+    assert found == [True, True, False, False]
 
 
 @pytest.mark.parametrize("count", [2, 3])

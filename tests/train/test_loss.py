@@ -32,11 +32,16 @@ def _hybrid(p, q, choice):
     return share * (p * (p / q).log()).sum(-1) + (1 - share) * _variation(p, q, choice)
 
 
+def _dspark(p, q, choice):
+    return 0.1 * _hard(p, q, choice) + 0.9 * _variation(p, q, choice)
+
+
 FORMULAS = {
     "soft_cross_entropy": _soft,
     "hard_cross_entropy": _hard,
     "total_variation": _variation,
     "lk_hybrid": _hybrid,
+    "dspark": _dspark,
 }
 
 
@@ -84,7 +89,7 @@ def test_a_loss_and_its_gradients_equal_the_formula(small_tiles, name):
         torch.testing.assert_close(a, b, **close)
 
 
-@pytest.mark.parametrize("name", ["soft_cross_entropy", "hard_cross_entropy", "total_variation"])
+@pytest.mark.parametrize("name", ["soft_cross_entropy", "hard_cross_entropy", "total_variation", "dspark"])
 def test_gradcheck(small_tiles, name):
     """Against differences. The hybrid's weight is held fixed in its gradient, so differences do not apply to it."""
     states, matrix, teacher, rows, choice = _problem()

@@ -11,7 +11,8 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
+from toolkit.heads.aux_config import default_aux_layer_ids
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.targets.features import AuxCapture
 from toolkit.train import offline_features as offline
 from toolkit.train.initialise import initialise_from_target, initialise_random

@@ -19,7 +19,7 @@ from toolkit.bench.sampled_distribution import Continuations, most_even_distribu
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
 from toolkit.heads.block import BlockHead
-from toolkit.infer.drafters.block_drafter import default_shape
+from toolkit.infer.drafters.block_drafter import block_size, default_shape
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -148,8 +148,8 @@ class CheckedHead:
     def shapes(self) -> tuple[DraftShape, DraftShape | None]:
         """A chain and a tree, those of measured.json if it has them. None: the target verifies no trees."""
         found = []
-        own = DraftShape.chain(3) if self.native else default_shape(self.draft)
-        for name, default in (("chain", own), ("tree", TREE)):
+        own, at_once = DraftShape.chain(3) if self.native else default_shape(self.draft), block_size(self.draft)
+        for name, default in (("chain", own), ("tree", TREE.up_to(at_once) if at_once else TREE)):
             row = self.measured_row(name)
             sizes = ("num_steps", "top_k", "num_draft_tokens")
             found.append(default if row is None else DraftShape(*(row[size] for size in sizes)))

@@ -127,13 +127,11 @@ def supported_shapes(target: Target, draft: DraftCheckpoint, largest: Iterable[D
     for shape in largest:
         if linear_layers(target.config) and not shape.is_chain:
             why = f"top_k {shape.top_k} is left out: the target has linear-attention layers, and verifies chains only"
-        elif not shape.is_chain and draft.head.config.drafts_at_once:
-            why = f"top_k {shape.top_k} is left out: a {draft.kind} head drafts chains only"
         elif shape.top_k > draft.token_map.size:
             why = f"top_k {shape.top_k} is left out: the draft vocabulary has {draft.token_map.size} tokens"
         else:
             at_once = draft.head.config.drafts_at_once
-            found.append(shape.within(DraftShape.chain(at_once)) if at_once else shape)
+            found.append(shape.up_to(at_once) if at_once else shape)
             continue
         logger.warning("%s", why)
     if not found:

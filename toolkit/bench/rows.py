@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,12 @@ def tabulate(
     verify: str = "target",
     adaptive: DraftShape | None = None,
     forced: ForcedAcceptance | None = None,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
     adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured. Where it has
-    lookup, rows of HEAD_ALONE follow if there are such rounds.
+    lookup, rows of HEAD_ALONE follow if there are such rounds. deterministic: no answer may differ, by rounding either.
     """
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
     modes = {} if adaptive is None else {ADAPTIVE: shape_keys(adaptive) | {"shape": ADAPTIVE}}
@@ -51,7 +52,9 @@ def tabulate(
         judged: dict[Key, Divergence | None] = {}
         for answer in _answers(rounds, mode):
             if check_tokens:
-                judged[_key(answer)] = _judge(target, plain[_key(answer)], answer, temperature)
+                found = _judge(target, plain[_key(answer)], answer, temperature)
+                same_bits = found is not None and deterministic
+                judged[_key(answer)] = replace(found, near_tie=False) if same_bits else found
             answers.append(_answer_entry(mode, answer))
         divergences += [
             {"shape": mode, "question_id": key[0], "turn": key[1], **asdict(found)}
@@ -108,9 +111,21 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "other_definitions": other_definitions(answers),
         **_speed(rounds, mode, task),
         **_parts(answers),
-        "tokens_equal": None if judged is None else all(found.near_tie for found in parted),
-        "near_ties": None if judged is None else sum(found.near_tie for found in parted),
-        "unequal": None if judged is None else sum(not found.near_tie for found in parted),
+        **_equality(None if judged is None else len(answers), [found.near_tie for found in parted]),
+    }
+
+
+def _equality(answers: int | None, near: Sequence[bool | None]) -> dict[str, Any]:
+    """Return how many answers are plain decoding's. near: of each that parts; answers: None if none was compared."""
+    if answers is None:
+        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal", "not_judged"))
+    unequal, not_judged = near.count(False), near.count(None)
+    return {
+        "tokens_equal": None if not_judged and not unequal else not unequal,
+        "identical": answers - len(near),
+        "near_ties": near.count(True),
+        "unequal": unequal,
+        "not_judged": not_judged,
     }
 
 

@@ -112,17 +112,24 @@ def verdict_line(record: dict[str, Any]) -> str:
         shallow = sum(row["shallow_steps"] for row in rows)
         note = f" In {count_of(shallow, 'step')} the draft was too shallow for it." if shallow else ""
         return f"Drafts were accepted by chance ({forced_text(record)}): only times mean anything, no token.{note}"
-    if any(row["tokens_equal"] is None for row in rows):
+    if any(row["near_ties"] is None for row in rows):
         return "Tokens were not compared with plain decoding's."
-    wrong = [f"{shape_name(row)}: {row['unequal']} of {row['answers']}" for row in rows if not row["tokens_equal"]]
+    wrong = [f"{shape_name(row)}: {row['unequal']} of {row['answers']}" for row in rows if row["unequal"]]
     if wrong:
         return f"NOT LOSSLESS: answers differ from plain decoding's beyond rounding ({'; '.join(wrong)})."
     ties = sum(row["near_ties"] for row in rows)
+    not_judged = sum(row.get("not_judged", 0) for row in rows)
     answers = sum(row["answers"] for row in rows)
     over = "" if len(rows) == 1 else f" in {len(rows)} settings"
-    if ties == 0:
+    if ties == not_judged == 0:
         return f"All {answers} speculative answers{over} equal plain decoding's, token by token."
     dtype = (record.get("target") or {}).get("dtype", "this dtype")
+    if not_judged:
+        equal = answers - not_judged
+        return (
+            f"{equal} of {answers} speculative answers{over} equal plain decoding's; {not_judged} "
+            f"differ, by rounding or not: sampled answers in {dtype} are no test. Measure in float32 for an exact one."
+        )
     return (
         f"{answers - ties} of {answers} speculative answers{over} equal plain decoding's; {ties} first differ from it "
         f"at a near-tie, a choice within the rounding of {dtype}. Measure in float32 for an exact test."
@@ -202,12 +209,12 @@ def fixed_name(row: dict[str, Any]) -> str:
 
 def equal_text(row: dict[str, Any]) -> str:
     """Return the result of the comparison with plain decoding's tokens in a few words."""
-    if row["tokens_equal"] is None:
+    if row["near_ties"] is None:
         return NONE
-    if not row["tokens_equal"]:
+    if row["unequal"]:
         return f"NO ({row['unequal']})"
-    ties, answers = row["near_ties"], row["answers"]  # the others first differ at a near-tie
-    return f"{answers - ties} of {answers}" if ties else f"all {answers}"
+    others, answers = row["near_ties"] + row.get("not_judged", 0), row["answers"]
+    return f"{answers - others} of {answers}" if others else f"all {answers}"
 
 
 def decimal(value: float | None, digits: int = 2) -> str:

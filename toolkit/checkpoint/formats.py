@@ -47,7 +47,10 @@ FORMATS = {
         EAGLE2,
         "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
     ),
-    "block": Formats(why_not="no other engine reads this form of a block drafter"),
+    "block": Formats(
+        why_not="its queries read the last hidden states and a vector of each mask, those of DFlash and DSpark models "
+        "neither, so no weights of theirs draft the same; serve it with `toolkit serve`"
+    ),
     "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }
 

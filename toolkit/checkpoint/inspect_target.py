@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.checkpoint.inspect_head import Report
 from toolkit.errors import TargetError, UnknownFamilyError
-from toolkit.heads.eagle3 import default_aux_layer_ids
+from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.head_config import HeadError, full_attention_rope
 from toolkit.heads.native_families import family_of
 from toolkit.heads.rope import STATIC_ROPE_TYPES

@@ -69,4 +69,6 @@ def vllm_speculation(kind: str, directory: str | None, shape: Shape) -> dict[str
 
 
 def _names(kind: str) -> EngineNames:
-    return head_class(kind).config_class.engine_names
+    names = head_class(kind).config_class.engine_names
+    assert names is not None, f"no other engine serves {kind} heads"
+    return names

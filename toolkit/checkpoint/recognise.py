@@ -19,8 +19,8 @@ OUR_NAMES = {
     "draft_id_to_target_id": "d2t",
 }
 OTHER_HEADS = {
-    "dflash": "DFlash (a parallel drafter)",
-    "dspark": "DSpark (a parallel drafter)",
+    "dflash": "DFlash (a block drafter of other arithmetic than a `block` head's)",
+    "dspark": "DSpark (a block drafter of other arithmetic than a `block` head's)",
     "peagle": "P-EAGLE (a parallel drafter)",
     "medusa": "Medusa heads",
     "mlp_speculator": "an MLP speculator",

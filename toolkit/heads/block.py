@@ -20,47 +20,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.heads.aux_config import AuxHeadConfig
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
-from toolkit.heads.eagle3 import default_aux_layer_ids
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
+from toolkit.heads.head_config import HeadError
 from toolkit.heads.rope import Rope
-
-if TYPE_CHECKING:  # serving does not import pydantic
-    from toolkit.train_settings import HeadSettings
 
 # Keys [T, kv_heads, hd], rotated, and values of the context in one layer. Called once per layer, in order.
 Write = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class BlockConfig(HeadConfig):
-    """`aux_layer_ids` index HF `hidden_states`. block_size: tokens that one pass drafts, b, the longest served chain.
-    markov_rank: r.
+class BlockConfig(AuxHeadConfig):
+    """block_size: tokens that one pass drafts, b, the deepest served draft. markov_rank: r.
 
-    Raises ValueError for less than one layer or two tokens, a rank below 1, and a sliding window.
+    Raises ValueError for less than two tokens, a rank below 1, and a sliding window.
     """
 
     kind = "block"
-    own_vocabulary = True
-    engine_names = EngineNames(sglang="DSPARK", vllm="dspark")
+    own_settings = ("markov_rank",)
 
-    target_hidden_size: int
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    num_hidden_layers: int = 1
     block_size: int = 4
     markov_rank: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("num_hidden_layers", 1), ("block_size", 2), ("markov_rank", 1)):
+        for name, least in (("block_size", 2), ("markov_rank", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"block config: {name} is {getattr(self, name)}; at least {least} is needed")
         if self.sliding_window is not None:
@@ -69,52 +60,8 @@ class BlockConfig(HeadConfig):
             )
 
     @property
-    def features(self) -> Features:
-        return Features(self.aux_layer_ids)
-
-    @property
-    def feature_size(self) -> int:
-        return len(self.aux_layer_ids) * self.target_hidden_size
-
-    @property
-    def output_size(self) -> int:
-        return self.draft_vocab_size
-
-    @property
-    def layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
     def drafts_at_once(self) -> int:
         return self.block_size
-
-    @property
-    def regressed_layer(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def target_sizes(self) -> dict[str, int]:
-        return {"target_hidden_size": self.target_hidden_size, "vocab_size": self.vocab_size}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BlockConfig:
-        return super().from_dict({**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
-
-    @classmethod
-    def from_settings(
-        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
-    ) -> BlockConfig:
-        """Raises HeadError if the target has too few layers for the default auxiliary layers."""
-        return cls.from_target_config(
-            config,
-            vocab_size=vocab_size,
-            target_hidden_size=config.hidden_size,
-            draft_vocab_size=draft_vocab_size,
-            aux_layer_ids=settings.aux_layer_ids or default_aux_layer_ids(n_layers),
-            num_hidden_layers=settings.layers,
-            markov_rank=settings.markov_rank,
-            sliding_window=settings.sliding_window,
-        )
 
     def for_steps(self, steps: int) -> BlockConfig:
         if steps < 2:

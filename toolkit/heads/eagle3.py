@@ -14,42 +14,23 @@ i+2:
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.heads.aux_config import AuxHeadConfig
 from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, WarmStart
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
+from toolkit.heads.head_config import EngineNames
 from toolkit.heads.rope import Rope
-
-if TYPE_CHECKING:  # serving does not import pydantic
-    from toolkit.train_settings import HeadSettings
-
-
-def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
-    """The three auxiliary layers of EAGLE-3, as indices into HF `hidden_states` (id k = input of layer k).
-
-    `(2, n//2, n-3)`, the default of EAGLE, vLLM and SGLang. These coincide in models of 4 to 6 layers, which get
-    `(1, n//2, n-1)`. Raises HeadError below 4 layers.
-    """
-    ids = (2, n_layers // 2, n_layers - 3)
-    if ids[0] < ids[1] < ids[2]:
-        return ids
-    if n_layers >= 4:
-        return (1, n_layers // 2, n_layers - 1)
-    raise HeadError(
-        f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
-        "name them yourself with train.head.aux_layer_ids=[a,b,c] (0 = the embeddings)"
-    )
 
 
 @dataclass(frozen=True)
-class Eagle3Config(HeadConfig):
-    """The head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`.
+class Eagle3Config(AuxHeadConfig):
+    """The head's shapes and arithmetic.
 
-    The other fields are the variants of published heads; the defaults are those of EAGLE-3.
+    The fields here are the variants of published heads; the defaults are those of EAGLE-3.
     fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1).
     norm_before_fc: one RMSNorm over the concatenated features (`input_norm`, NVIDIA's gpt-oss heads).
     norm_before_residual: the layer's residual is the normed hidden state (speculators).
@@ -57,16 +38,13 @@ class Eagle3Config(HeadConfig):
     qk_norm: RMSNorm over hd of each query and key (Qwen3's layer).
     num_hidden_layers: layers after the first are plain decoder layers over its output, without the embedding
         (speculators, vLLM).
-    Raises ValueError for fc_norm with norm_before_fc, and for less than one layer.
+    Raises ValueError for fc_norm with norm_before_fc.
     """
 
     kind = "eagle3"
-    own_vocabulary = True
     engine_names = EngineNames(sglang="EAGLE3", vllm="eagle3", use_eagle3=True)
+    own_settings = ("fc_norm", "norm_output")
 
-    target_hidden_size: int
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
@@ -74,68 +52,15 @@ class Eagle3Config(HeadConfig):
     fc_bias: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
-    num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"eagle3 config: num_hidden_layers is {self.num_hidden_layers}; at least 1 is needed")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
-
-    @property
-    def features(self) -> Features:
-        return Features(self.aux_layer_ids)
-
-    @property
-    def feature_size(self) -> int:
-        return len(self.aux_layer_ids) * self.target_hidden_size
-
-    @property
-    def output_size(self) -> int:
-        return self.draft_vocab_size
-
-    @property
-    def layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def regressed_layer(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def target_sizes(self) -> dict[str, int]:
-        return {"target_hidden_size": self.target_hidden_size, "vocab_size": self.vocab_size}
 
     @classmethod
     def variants(cls) -> frozenset[str]:
         return frozenset(one.name for one in fields(cls) if one.default is not MISSING)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Eagle3Config:
-        return super().from_dict({**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
-
-    @classmethod
-    def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Eagle3Config:
-        return super().from_target_config(
-            config, vocab_size=vocab_size, **{"target_hidden_size": config.hidden_size, **own}
-        )
-
-    @classmethod
-    def from_settings(
-        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
-    ) -> Eagle3Config:
-        """Raises HeadError if the target has too few layers for the default auxiliary layers."""
-        return cls.from_target_config(
-            config,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            aux_layer_ids=settings.aux_layer_ids or default_aux_layer_ids(n_layers),
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
-            num_hidden_layers=settings.layers,
-            sliding_window=settings.sliding_window,
-        )
 
     def serving_keys(self) -> dict[str, Any]:
         return {

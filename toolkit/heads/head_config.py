@@ -65,13 +65,13 @@ class HeadConfig(ABC):
 
     kind: the name in config.json and in recipes. own_vocabulary: the head has its own token map and output matrix;
     otherwise it uses the target's output matrix. in_target: other engines read it only from the target's own
-    checkpoint.
+    checkpoint. engine_names: None: no other engine serves it.
     """
 
     kind: ClassVar[str]
     own_vocabulary: ClassVar[bool] = False
     in_target: ClassVar[bool] = False
-    engine_names: ClassVar[EngineNames]
+    engine_names: ClassVar[EngineNames | None] = None
 
     hidden_size: int
     intermediate_size: int

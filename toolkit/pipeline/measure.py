@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.acceptance import adaptive_limit, check_forced, measure_acceptance, measured_summary
+from toolkit.bench.acceptance import ONE_BY_ONE, adaptive_limit, check_forced, measure_acceptance, measured_summary
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import headline_row, is_slower
@@ -48,7 +48,9 @@ def measure_stage(run: Run) -> str:
     ckpt, target = (run.folder / CKPT_CONFIG).parent, run.load_target("serving")
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
-    record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
+    engine = replace(ONE_BY_ONE, deterministic=run.recipe.rollouts.deterministic)
+    asked: Any = {"seed": run.recipe.seed, "config": engine}
+    record = _measure(target, draft, run.recipe.bench, keep=run.folder / ROUNDS, **asked)
     init = {"init": draft.meta["init"]} if "init" in draft.meta else {}  # with accept_length before and after
     write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)} | init)
     write_record(run.folder / ACCEPTANCE, record)
@@ -60,7 +62,7 @@ def measure_stage(run: Run) -> str:
     for temperature in run.recipe.bench.further_temperatures:
         wanted = replace(run.recipe.bench, temperature=temperature, further_temperatures=())
         rounds, out = (run.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))
-        other = _measure(target, draft, wanted, seed=run.recipe.seed, keep=rounds)
+        other = _measure(target, draft, wanted, keep=rounds, **asked)
         write_record(out, other)
         print_acceptance(other)
     return headline(record)
@@ -126,8 +128,9 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
     shapes = drafted_shapes(draft, given)
     if shapes != given:
         shapes = list(dict.fromkeys([*shapes, default_shape(draft)]))  # all tokens of a block, too
-        left_out = ", ".join(one.as_text() for one in given if one not in shapes)
-        say(f"A {draft.kind} head drafts chains of at most {default_shape(draft).num_steps}: {left_out} is left out.")
+        left_out = [one.as_text() for one in given if one not in shapes]
+        named = f"{' and '.join(left_out)} {'is' if len(left_out) == 1 else 'are'} left out"
+        say(f"This {draft.kind} head drafts at most {default_shape(draft).num_steps} levels: {named}.")
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,

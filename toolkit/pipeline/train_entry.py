@@ -35,15 +35,14 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
     # The trainer's imports take seconds: a mistake in the recipe is reported before them.
-    from toolkit.train.accelerator import set_threads
+    from toolkit.train.accelerator import end_process_group, set_threads
     from toolkit.train.failures import lost_process_named
     from toolkit.train.loop import Trainer
 
     set_threads()
+    # A process that exits with gloo's threads still running may abort (PyTorch #190489), also after an error. Not
+    # before the exit: DeepSpeed keeps the group for the next training of the process.
+    atexit.register(end_process_group)
     with lost_process_named(run_dir / "train"):  # also before the first step and after the last
-        trainer = Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train")
-        trainer.run()
-        # A process that exits with gloo's threads still running may abort (PyTorch #190489). Not before the exit:
-        # DeepSpeed keeps the group for the next training of the process.
-        atexit.register(trainer.accelerator.end_training)
+        Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train").run()
     return 0

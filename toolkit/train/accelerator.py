@@ -93,6 +93,12 @@ def build_accelerator(
     )
 
 
+def end_process_group() -> None:
+    """End the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def prepared(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Any:
     """`accelerator.prepare`, with DeepSpeed's buckets as large as the trained parameters need."""
     sizes = [one.numel() for one in model.parameters() if one.requires_grad]

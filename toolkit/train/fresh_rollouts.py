@@ -129,6 +129,7 @@ class FreshRollouts:
         config = EngineConfig(
             shape=self.shape.as_text(),
             verify="target",
+            deterministic=settings.deterministic,
             max_running_requests=settings.max_running_requests,
         )
         # An eager round of a head that still drafts badly may cost more than it gains; a recorded one costs less.

@@ -71,8 +71,9 @@ class Trainer:
             self.settings = with_head_settings(self.settings, self.plan.config)
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
         self.steps = total_steps(self.settings, len(self.data.plan))
+        same_bits = recipe.rollouts.deterministic
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
-            check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings))
+            check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings), same_bits)
         data = self.settings.data
         self.fingerprint = sha256_json(
             [
@@ -115,7 +116,7 @@ class Trainer:
         if settings.evaluation.real_every and accelerator.is_main_process:
             longest = self.target.max_context - settings.evaluation.real_max_tokens
             prompts = read_held_out(rollouts, settings.evaluation.real_prompts, longest)
-            self.evaluation.measurement = Measurement(self.target, prompts, settings, recipe.seed)
+            self.evaluation.measurement = Measurement(self.target, prompts, settings, recipe.seed, same_bits)
         self.fresh = None
         if settings.on_policy.every:
             self.fresh = FreshRollouts(

@@ -32,6 +32,8 @@ PIECE_ROWS = 1024
 CHUNK_LOGITS, LEAST_CHUNK = 2**23, 128
 # Of the LK hybrid; the best value in the paper.
 ETA = 3.0
+# The share of the cross-entropy in DSpark's loss.
+CROSS_ENTROPY = 0.1
 
 # (z [n, D] shifted logits, p [n, D] rows that sum to 1, choice [n] right ids, weight [n]) -> losses [n]; z is
 # overwritten with weight * (the loss's gradient). z and p in fp32, or fp64 in tests.
@@ -79,6 +81,19 @@ def lk_hybrid(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
     return share * divergence + (1 - share) * distance
 
 
+def dspark(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    """0.1 hard cross-entropy + 0.9 total variation (DSpark, arXiv 2607.05147). Rows without a label (-1) must have
+    weight 0."""
+    label = choice.clamp(min=0)[:, None]
+    picked = z.gather(1, label).squeeze(1)
+    total = z.exp_().sum(-1)
+    q = z.div_(total[:, None])
+    distance, change = _distance(q, p)
+    q.mul_((weight * CROSS_ENTROPY)[:, None]).scatter_add_(1, label, -(weight * CROSS_ENTROPY)[:, None])
+    q.addcmul_(change, (weight * (1 - CROSS_ENTROPY))[:, None])
+    return CROSS_ENTROPY * (total.log() - picked) + (1 - CROSS_ENTROPY) * distance
+
+
 def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Total variation of q and p by row, and its gradient in q's logits: q(v) (sum over u where q < p of q(u) - [q(v) <
     p(v)])."""
@@ -91,6 +106,7 @@ ROW_LOSSES: dict[LossName, RowLoss] = {
     "hard_cross_entropy": hard_cross_entropy,
     "total_variation": total_variation,
     "lk_hybrid": lk_hybrid,
+    "dspark": dspark,
 }
 
 

@@ -70,24 +70,27 @@ def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
 
 
 def shapes_of(settings: TrainSettings) -> list[DraftShape]:
-    """train.evaluation.real_shapes, else a chain and, unless the head is a block drafter, a tree as deep as the unroll.
+    """train.evaluation.real_shapes, else a chain and a tree as deep as the unroll.
 
     Raises `DraftShapeError`, also for shapes that a block drafter cannot draft."""
     chain, block = DraftShape.chain(settings.unroll.ttt_steps), HEAD_KINDS[settings.head.kind].block
     if settings.evaluation.real_shapes is None:
-        return [chain] if block else [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
+        return [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
     shapes = [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
-    if block and not all(one.fits_in(chain) for one in shapes):
+    if block and any(one.num_steps > chain.num_steps for one in shapes):
         raise DraftShapeError(
-            f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes chains of at "
-            f"most train.unroll.ttt_steps, such as {chain.as_text()}"
+            f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes at most "
+            f"train.unroll.ttt_steps levels, such as {chain.as_text()}"
         )
     return shapes
 
 
-def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape]) -> None:
+def check_engine_runs(
+    target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape], deterministic: bool = False
+) -> None:
     """Raise `TrainError` if the engine cannot run with this target and these shapes. Training calls this before its
-    first step, not hours later at the first measurement."""
+    first step, not hours later at the first measurement. deterministic: it also changes the target's modules, so that
+    all steps of a training and of a resumed one have the same."""
     wide = [shape for shape in shapes if shape.top_k > draft_vocabulary]
     if wide:
         raise TrainError(
@@ -97,6 +100,7 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
     try:
         context = min(64, target.max_context)
         config = EngineConfig(max_running_requests=1, context_length=context, disable_cuda_graph=True)
+        config = config.with_options(deterministic=deterministic)
         build_engine(config, target).engine.close()
     except ValueError as error:
         raise TrainError(
@@ -107,8 +111,10 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
 class Measurement:
     """The prompts, shapes and temperatures of a training's measurements; `by_engine` measures a head."""
 
-    def __init__(self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int) -> None:
-        self.target, self.prompts = target, prompts
+    def __init__(
+        self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int, deterministic: bool = False
+    ) -> None:
+        self.target, self.prompts, self.deterministic = target, prompts, deterministic
         self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
         self.max_tokens = settings.evaluation.real_max_tokens
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
@@ -138,6 +144,7 @@ class Measurement:
             verify="target",
             max_running_requests=len(prompts),
             context_length=max(map(len, prompts)) + self.max_tokens,
+            deterministic=self.deterministic,
             prefix_cache=False,  # all shapes and temperatures have the same prompts
         )
         return with_engine(measure, config, self.target, draft)

@@ -21,12 +21,14 @@ from toolkit.recipe_fields import LossName
 
 BLOCK = 4096  # scores of one load
 WARPS = 16  # with fewer, the registers cannot hold the sums of a block
-SOFT, HARD, VARIATION, HYBRID = (tl.constexpr(kind) for kind in range(4))
+SOFT, HARD, VARIATION, HYBRID, DSPARK = (tl.constexpr(kind) for kind in range(5))
+HARD_SHARE = tl.constexpr(0.1)  # loss.CROSS_ENTROPY, which cannot be imported here
 KINDS: dict[LossName, int] = {
     "soft_cross_entropy": 0,
     "hard_cross_entropy": 1,
     "total_variation": 2,
     "lk_hybrid": 3,
+    "dspark": 4,
 }
 
 
@@ -87,14 +89,16 @@ def _score_rows(
     peak, at, norm, shifted, information = _sums(own, teacher, vocabulary, kind, block)
     tl.store(best + row, at.to(tl.int64))
 
-    label, apart, short, share = 0, 0.0, 0.0, 1.0
-    if kind == VARIATION or kind == HYBRID:
+    label, apart, short, share = 0, 0.0, 0.0, HARD_SHARE
+    if kind == VARIATION or kind == HYBRID or kind == DSPARK:
         apart, short = _distance(own, teacher, peak, norm, vocabulary, block)
     if kind == SOFT:
         loss = tl.log(norm) - shifted
-    elif kind == HARD:
+    elif kind == HARD or kind == DSPARK:
         label = tl.maximum(tl.load(choice + row), 0)
         loss = tl.log(norm) + peak - tl.load(own + label).to(tl.float32)
+        if kind == DSPARK:
+            loss = HARD_SHARE * loss + (1.0 - HARD_SHARE) * apart
     elif kind == VARIATION:
         loss = apart
     else:
@@ -111,7 +115,7 @@ def _score_rows(
             gradient = q - tl.where(here == label, 1.0, 0.0)
         else:
             p = tl.load(teacher + here, mask=inside, other=0.0)
-            gradient = q - p
+            gradient = q - tl.where(here == label, 1.0, 0.0) if kind == DSPARK else q - p
             if kind != SOFT:
                 change = q * short - tl.where(q < p, q, 0.0)
                 gradient = change if kind == VARIATION else share * gradient + (1.0 - share) * change

@@ -20,7 +20,7 @@ from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.features import AuxCapture
 
-SHAPES = ("1,1,2", "3,1,4", "5,1,6")
+SHAPES = ("1,1,2", "3,1,4", "5,1,6", "2,2,4", "5,4,16")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def draft(small_target):
 @pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"adaptive": True}], ids=["head", "lookup", "adaptive"])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_drafts_change_nothing(small_target, draft, plain, shape, options, batch):
-    """fp32, exact, greedy and sampled rows; chains shorter than a block and as long, alone and beside lookup."""
+    """fp32, exact, greedy and sampled rows; chains and trees shallower than a block and as deep, alone and beside
+    lookup."""
     engine = Engine(small_target, draft, DraftShape.parse(shape), max_running_requests=batch, **options)
     some = slice(None) if batch > 1 else slice(0, 6)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
@@ -45,9 +46,9 @@ def test_drafts_change_nothing(small_target, draft, plain, shape, options, batch
     assert "adaptive" in options or sum(event.accepted for request in requests for event in request.events) > 0
 
 
-def block_of_the_text(target, draft, tokens: list[int], steps: int) -> list[int]:
-    """The definition, without caches: greedy drafts after `tokens`, by dense attention over the whole text."""
-    head, size, ids = draft.head, draft.head.config.block_size, draft.token_map.ids
+def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
+    """The definition, without caches: the block after `tokens`, [b, H], by dense attention over the whole text."""
+    head, size = draft.head, draft.head.config.block_size
     capture = AuxCapture(target, head.config.aux_layer_ids)
     with torch.no_grad():
         target.body(input_ids=torch.tensor([tokens]), use_cache=False)
@@ -64,11 +65,28 @@ def block_of_the_text(target, draft, tokens: list[int], steps: int) -> list[int]
 
         root = target.embed_tokens(torch.tensor(tokens[-1:])).expand(size, -1)
         at = before + torch.arange(size)
-        states, drafts = head(root, hidden[-1:].expand(size, -1), at, attend, before + size), [tokens[-1]]
-        for state in states[:steps]:
-            read = head.after(state, target.embed_tokens(torch.tensor(drafts[-1])))
-            drafts.append(int(ids[head.logits(read[None]).argmax()]))
-    return drafts
+        return head(root, hidden[-1:].expand(size, -1), at, attend, before + size)
+
+
+def beams_of_the_text(target, draft, tokens: list[int], steps: int, k: int) -> list[list[tuple[float, list[int]]]]:
+    """By level: the log-probability of every candidate path and the path, which begins with the root. The k best of a
+    level have k children each."""
+    beams, found = [(0.0, tokens[-1:])], []
+    for state in states_of_the_text(target, draft, tokens)[:steps]:
+        level = []
+        for score, path in beams:
+            read = draft.head.after(state, target.embed_tokens(torch.tensor(path[-1])).detach())
+            best = draft.head.logits(read[None])[0].log_softmax(-1).topk(k)
+            ids = draft.token_map.ids[best.indices].tolist()
+            level += [(score + more, [*path, token]) for more, token in zip(best.values.tolist(), ids, strict=True)]
+        found.append(level)
+        beams = sorted(level, reverse=True)[:k]
+    return found
+
+
+def block_of_the_text(target, draft, tokens: list[int], steps: int) -> list[int]:
+    """Greedy drafts after `tokens`, the last of them included."""
+    return beams_of_the_text(target, draft, tokens, steps, 1)[-1][0][1]
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -112,10 +130,21 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
     assert not probes or any(ranks for seen in chooser.seen.values() for _, ranks in seen)
 
 
-def test_no_trees_and_no_chains_beyond_a_block(small_target, draft):
-    """What was never trained would be drafted, and a tree's branches would all be the same block."""
-    for shape in ("6,1,7", "2,2,4"):
-        with pytest.raises(DraftShapeError, match=r"blocks of 5 tokens.*give 5,1,6, or fewer"):
+def test_trees_have_the_bias_of_each_path(small_target, draft):
+    """All candidates of four levels. With the bias of another node's token, siblings' children would be alike."""
+    engine = engine_after_steps(small_target, draft, "4,3,31", 5)
+    with torch.inference_mode():
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+    for row, request in enumerate(engine._running):
+        levels = beams_of_the_text(small_target, draft, request.prompt_ids + request.output_ids, 4, 3)
+        assert paths(tree, row)[1:] == sorted(path for level in levels for _, path in level)
+    engine.close()
+
+
+def test_nothing_deeper_than_a_block(small_target, draft):
+    """What was never trained would be drafted."""
+    for shape in ("6,1,7", "6,2,4"):
+        with pytest.raises(DraftShapeError, match=r"6 levels.*blocks of 5 tokens; give at most 5, such as 5,1,6"):
             Engine(small_target, draft, DraftShape.parse(shape))
 
 

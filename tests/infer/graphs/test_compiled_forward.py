@@ -177,7 +177,14 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
 @pytest.mark.parametrize("max_batch", [1, 3])
 @pytest.mark.parametrize(
     "name, shape",
-    [("none", ""), ("ngram", "3,1,4"), ("eagle3", "3,1,4"), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,3,8")],
+    [
+        ("none", ""),
+        ("ngram", "3,1,4"),
+        ("eagle3", "3,1,4"),
+        ("eagle3", "3,3,8"),
+        ("mtp-three-layers", "3,3,8"),
+        ("block", "4,1,5"),
+    ],
 )
 def test_eager_rounds_by_compiled_programs_write_the_same(traced_programs, own_target, build, name, shape, max_batch):
     """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made

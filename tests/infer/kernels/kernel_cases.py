@@ -426,6 +426,24 @@ def cutting(vocabulary: int, spread: float) -> Callable[..., None]:
     return compare
 
 
+def drawing(rows: int, vocabulary: int) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        """Weights of whole numbers, whose sums are exact in any order; zeros at both ends, and the least and largest
+        number."""
+        weights = randint(4, rows, vocabulary).float()
+        weights[:, : vocabulary // 3], weights[:, vocabulary - vocabulary // 5 :] = 0, 0
+        weights[0] = 0
+        weights[0, vocabulary // 2] = 1
+        u = torch.rand(rows, generator=generator, dtype=torch.float64)
+        u[1], u[2] = 0, 1 - 2.0**-53
+        wide = torch.nn.functional.pad(weights, (0, 3)).to(device)[:, :vocabulary]
+        got = kernels.draw(wide, u.to(device)).cpu()
+        assert torch.equal(got, reference.draw(weights, u))
+        assert (weights.gather(1, got[:, None]) > 0).all()
+
+    return compare
+
+
 def numbering(rows: int, width: int) -> Callable[..., None]:
     def compare(kernels: Ops, reference: Ops, device: str) -> None:
         seeds = torch.randint(-(2**63), 2**63 - 1, (rows, 1), generator=generator)
@@ -644,6 +662,7 @@ NORMS = (
     (2, 4096, BF16, 0.0, True), (3, 100, FP32, 0.0, True), (2, 128, BF16, 1.0, False), (1, 64, FP32, 0.0, False),
 )  # fmt: skip
 CUTS = ((40, 1.0), (1500, 0.3), (3000, 3.0))
+DRAWN = ((3, 7), (40, 3000), (5, 1024))
 NUMBERS = ((1, 1), (3, 70), (200, 2))
 PRODUCTS = (
     (100, 50, FP32, True, False), (100, 50, BF16, False, True), (64, 48, FP32, False, False),
@@ -668,6 +687,7 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "gated": [(str(case), gating(*case), case[1] == 14336) for case in GATES],
     "rms_norm": [(str(case), norming(*case), case[1] in (4096, 128)) for case in NORMS],
     "least_kept": [(str(case), cutting(*case), case[0] == 3000) for case in CUTS],
+    "draw": [(str(case), drawing(*case), case[1] == 3000) for case in DRAWN],
     "uniform": [(str(case), numbering(*case), case[0] == 3) for case in NUMBERS],
     "grow_beams": [(str(case), growing(*case), case[0] in (8, 3)) for case in GROWN],
     "rank_candidates": [(str(case), ranking(*case), case[0] == 8) for case in RANKINGS],

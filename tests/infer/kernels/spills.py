@@ -5,6 +5,7 @@
     python spills.py 90 every     all of them (ten minutes)
 
 Prints one JSON object a line for each variant of a kernel: what it was launched for, its tile, and what ptxas says.
+`python spills.py 90 typical table` prints those that spill as a table.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def noted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
 
 KERNELS = {name: op for name, op in vars(triton_ops()).items() if callable(op)}
 OPS = replace(triton_ops(), **{name: noted(name, op) for name, op in KERNELS.items()})
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Key heads, query heads of each, head dim.
 MODELS = {
     "SmolLM2-135M": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128), "Gemma-2-9B": (8, 2, 256), "Llama-3.2-1B": (8, 4, 64),
@@ -164,8 +165,9 @@ def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
     yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
     for vocabulary in (32000, 262144, 128256)[0 if every else 2 :]:
-        cuts = there(4), there(4, dtype=torch.float64), there(4, dtype=FP32)
+        cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
         yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
+        yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
         for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
             logits = there(4, vocabulary, dtype=dtype)
             yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
@@ -173,7 +175,8 @@ def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
             yield f"loss over {vocabulary}", name, partial(losses, vocabulary, dtype)
 
 
-def main(capability: int, which: str) -> None:
+def found(capability: int, which: str) -> Iterator[dict[str, Any]]:
+    """Each variant once: what it was launched for, its tile, and what ptxas says."""
     done: set[str] = set()
     others = [] if which == "dots" else other_cases(which == "every")
     for case, dtype, run in (*attention_cases(which == "every"), *others):
@@ -187,10 +190,23 @@ def main(capability: int, which: str) -> None:
             done.add(one.key())
             constants = {one.kernel.arg_names[place]: value for (place,), value in one.constants.items()} | one.options
             tile = {name: constants[name] for name in CONSTANTS if name in constants}
-            found = {"kernel": one.kernel.__name__, "dtype": dtype, "case": case, "tile": tile}
-            print(json.dumps(found | asdict(compile_variant(one, capability))), flush=True)
+            named = {"kernel": one.kernel.__name__, "dtype": dtype, "case": case, "tile": tile}
+            yield named | asdict(compile_variant(one, capability))
     assert which == "dots" or launched == KERNELS.keys(), f"no case for {', '.join(KERNELS.keys() - launched)}"
 
 
+def main(capability: int, which: str = "typical", form: str = "lines") -> None:
+    if form == "lines":
+        for one in found(capability, which):
+            print(json.dumps(one), flush=True)
+        return
+    every = list(found(capability, which))
+    print(f"{len(every)} variants for sm_{capability}, of which spill:\n")
+    print("| kernel | dtype | shape | bytes a thread spills | registers |\n|---|---|---|---|---|")
+    for one in every:
+        if one["spilled"]:
+            print(f"| `{one['kernel']}` | {one['dtype']} | {one['case']} | {one['spilled']} | {one['registers']} |")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *(sys.argv[2:] or ["typical"]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -32,13 +32,14 @@ GROUPS = {
     "gated": (3, 1),
     "rms_norm": (4, 2),
     "least_kept": (3, 1),
+    "draw": (3, 1),
     "uniform": (3, 1),
     "grow_beams": (4, 5),
     "rank_candidates": (8, 4),
     "argmax": (5, 2),
     "top_log_probs": (5, 6),
 }
-TRAINING = {"score_rows": (12, 4), "unrolled": (9, 15)}
+TRAINING = {"score_rows": (15, 5), "unrolled": (9, 15)}
 ALL = {**GROUPS, "large_pool": (1, 0), **TRAINING}
 # Bytes of registers that a thread spills at most at shapes of real models, by kernel and dtype; 0 for the rest. They
 # may only fall. Compilers differ: these hold for Triton 3.6 and 3.9.

@@ -49,7 +49,7 @@ def work(family, head_for, prompts, tmp_path_factory):
     for name, (target, kind, sizes, narrowed) in CASES.items():
         options = {"target": family(target), "max_running_requests": 4, "device": "cpu"}
         if kind is not None:
-            options |= {"draft": head_for(kind, target, **sizes), "shape": CHAIN if kind == "block" else TREE}
+            options |= {"draft": head_for(kind, target, **sizes), "shape": TREE}
         if narrowed:
             path = tmp_path_factory.mktemp("map") / "freq_19.pt"
             torch.save(torch.arange(3, 22), path)

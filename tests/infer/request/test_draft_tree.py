@@ -43,3 +43,12 @@ def test_impossible_shapes_are_refused(text, words):
     """Each error says what is possible."""
     with pytest.raises(DraftShapeError, match=words):
         DraftShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "levels", "wanted"),
+    [("4,1,5", 2, "2,1,3"), ("4,4,16", 2, "2,4,16"), ("4,2,9", 1, "1,2,3"), ("4,4,16", 6, "4,4,16")],
+)
+def test_shapes_clipped_in_depth(shape, levels, wanted):
+    """What a block of so many places can draft; a tree keeps no more nodes than its levels offer."""
+    assert DraftShape.parse(shape).up_to(levels).as_text() == wanted

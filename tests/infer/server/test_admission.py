@@ -225,7 +225,7 @@ def test_tokenizers_without_a_bound(bytewise, small_target):
 
 
 def test_a_text_beyond_any_context_is_not_tokenised(serve, monkeypatch):
-    """Seconds of work for a prompt that is refused anyway, on both ways in."""
+    """Seconds of work for a prompt that is refused anyway, on every way in."""
     scene, seen = serve(), []
     assert PromptLimit(scene.tokenizer, 512).most_bytes is not None
     tokenise = type(scene.tokenizer).__call__
@@ -233,11 +233,12 @@ def test_a_text_beyond_any_context_is_not_tokenised(serve, monkeypatch):
         type(scene.tokenizer), "__call__", lambda self, text, **more: (seen.append(len(text)), tokenise(self, text))[1]
     )
     text = "apples " * 40_000
-    chat = scene.post({"model": NAME, "messages": [{"role": "user", "content": text}]})
-    for reply, param in (
-        (chat, "messages"),
-        (scene.post({"model": NAME, "prompt": text}, "/v1/completions"), "prompt"),
-    ):
+    prompt, chat = {"prompt": text}, {"messages": [{"role": "user", "content": text}]}
+    for path, body, param in (
+        ("/v1/chat/completions", chat, "messages"), ("/v1/completions", prompt, "prompt"),
+        ("/tokenize", chat, "messages"), ("/tokenize", prompt, "prompt"),
+    ):  # fmt: skip
+        reply = scene.post({"model": NAME, **body}, path)
         error = reply.json()["error"]
         assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
         assert "at least" in error["message"]

@@ -1,6 +1,7 @@
-"""Drafts with a block drafter (`heads/block.py`): one pass scores all tokens of a chain, which are then chosen in turn.
+"""Drafts with a block drafter (`heads/block.py`): one pass scores all levels of a draft, which are then chosen in turn.
 
-Shapes: B rows, P unread positions a row, b places of a block, H head hidden size, D size of the draft vocabulary.
+Shapes: B rows, P unread positions a row, b places of a block, n nodes of a level, H head hidden size, D size of the
+draft vocabulary.
 
 With L tokens committed, the root x_{L-1} is the first place of the block. Of earlier positions the cache has keys and
 values of the target's features; those of the block stand after them for one pass, and the next features overwrite them:
@@ -8,6 +9,8 @@ values of the target's features; those of the block stand after them for one pas
     position       ..  L-3      L-2       L-1       L        ..   L-2+b
     cache          ..  f_{L-3}  f_{L-2}   x_{L-1}   mask 1   ..   mask b-1
     scores of                             level 1   level 2  ..   level b
+
+In a tree the nodes of a level differ by the bias of their own token alone.
 """
 
 from __future__ import annotations
@@ -26,9 +29,8 @@ from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.draft_masks import DraftMasks
 from toolkit.infer.drafters.draft_rollout import DraftRollout
-from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws
+from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
@@ -51,9 +53,9 @@ def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
 
 
 def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns those of `shapes` that the draft can draft: of a block drafter chains up to the size of its block."""
+    """Returns those of `shapes` that the draft can draft: of a block drafter those no deeper than its block."""
     most = block_size(draft)
-    return [one for one in shapes if not most or one.fits_in(DraftShape.chain(most))]
+    return [one for one in shapes if not most or one.num_steps <= most]
 
 
 class BlockReader(HeadReader):
@@ -98,8 +100,16 @@ class BlockReader(HeadReader):
         size = positions.shape[1]
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
+    def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:
+        """Runs a block, whatever `tokens` is: its layers run over whole blocks only."""
+        size = self.head.config.drafts_at_once
+        at = torch.arange(size, device=self._device)[None]
+        hidden = torch.zeros(1, 1, 2 * self.head.config.hidden_size, dtype=self.dtype, device=self._device)
+        self.draft(torch.zeros_like(at[:, :1]), hidden, at, metadata, size)
+
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
-        """Logits [B, n, D] of states [B, n, H] with `scores` [B, n, D], after tokens [B, n]."""
+        """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
+        the nodes of a level."""
         block, embeds = block_of(self.head), self._embed(before).to(self.dtype)
         if self._bias is None:
             return self.head.scores(block.after(states, embeds))
@@ -118,7 +128,7 @@ def block_of(head: DraftingHead) -> BlockHead:
 
 
 class BlockRollout(DraftRollout):
-    """The unread positions of one round, and the block after them. levels: of the chain that is drafted."""
+    """The unread positions of one round, and the block after them. levels: of the draft."""
 
     _reader: BlockReader
 
@@ -136,14 +146,14 @@ class BlockRollout(DraftRollout):
         return self.block[:, :1]
 
     def grow(self, states: Tensor, tokens: Tensor, parents: Tensor | None = None, sees: Tensor | None = None) -> Tensor:
-        """Takes the drafts [B, 1] of a level. Returns the states at the next place of the block, [B, 1, H]."""
+        """Takes the drafts [B, n] of a level. Returns the state at the next place of the block, [B, 1, H]."""
         if self.within is not None:
             self.within.grow(tokens, parents)
         self._place, self._before = self._place + 1, tokens
         return self.block[:, self._place, None]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [B, 1, D] at the current place, with the bias of the token before."""
+        """Returns the logits [B, n, D] at the current place, with the bias of each token before."""
         logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
         return logits if self.within is None else self.within(logits)
 
@@ -177,7 +187,7 @@ def _block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class BlockDrafter(HeadDrafter):
-    """`HeadDrafter` for a block drafter: chains up to the size of a block."""
+    """`HeadDrafter` for a block drafter: no more levels than places of a block."""
 
     reader_class = BlockReader
     reader: BlockReader
@@ -194,10 +204,10 @@ class BlockDrafter(HeadDrafter):
 
     def set_shape(self, shape: DraftShape) -> None:
         most = self._head.config.drafts_at_once
-        if not shape.is_chain or shape.num_steps > most:
+        if shape.num_steps > most:
             raise DraftShapeError(
-                f"draft shape {shape.as_text()}: this head drafts blocks of {most} tokens, so it drafts chains of at "
-                f"most {most}; give {DraftShape.chain(most).as_text()}, or fewer"
+                f"draft shape {shape.as_text()} has {shape.num_steps} levels, but this head drafts blocks of {most} "
+                f"tokens; give at most {most}, such as {DraftShape.chain(most).as_text()}"
             )
         super().set_shape(shape)
 
@@ -209,30 +219,21 @@ class BlockDrafter(HeadDrafter):
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
         carry = self.inputs.carry[held[0]]
         levels = shape.num_steps if shape else 1
-        self._nodes = BlockRollout(self.reader, rows, self.inputs.tokens[held], hidden, carry, levels)
-        return self._nodes
+        return BlockRollout(self.reader, rows, self.inputs.tokens[held], hidden, carry, levels)
 
-    def draft(
-        self,
-        rows: RoundRows,
-        shape: DraftShape,
-        own: Sequence[DraftShape | None],
-        sampling: DraftSampling,
-        unread: int,
-        within: DraftMasks | None = None,
-    ) -> DraftTree:
-        """As `HeadDrafter.draft`. Chains end before the draft with which the chance that all are accepted falls below
-        the draft's least confidence. It depends on earlier drafts, not on the one that is left out, so the verify rules
-        stay exact."""
-        tree = super().draft(rows, shape, own, sampling, unread, within)
-        if not self.ends_chains or tree.nodes == 1:
-            return tree
-        chance = self.reader.confidence(self._nodes.block[:, : tree.nodes - 1], tree.tokens[:, :-1]).cumprod(dim=1)
-        counts = ((chance >= self._least) & tree.valid[:, 1:]).sum(dim=1).tolist()
-        most = max(counts)
+    def _ended(self, nodes: DraftRollout, chain: DraftTree) -> DraftTree:
+        """Returns chains that end before the draft with which the chance that all are accepted falls below the draft's
+        least confidence. It depends on earlier drafts, not on the one that is left out, so the verify rules stay exact.
+        """
+        if not self.ends_chains or chain.nodes == 1:
+            return chain
+        assert isinstance(nodes, BlockRollout)
+        chance = self.reader.confidence(nodes.block[:, : chain.nodes - 1], chain.tokens[:, :-1]).cumprod(dim=1)
+        counts = ((chance >= self._least) & chain.valid[:, 1:]).sum(dim=1).tolist()
+        most, roots = max(counts), chain.tokens[:, 0]
         if most == 0:
-            return root_only(rows.roots)
-        proposal = tree.proposal
+            return root_only(roots)
+        proposal = chain.proposal
         if proposal is not None:
             proposal = replace(proposal, q=proposal.q[:, :most])
-        return chain_tree(rows.roots, tree.tokens[:, 1 : 1 + most], counts, proposal)
+        return chain_tree(roots, chain.tokens[:, 1 : 1 + most], counts, proposal)

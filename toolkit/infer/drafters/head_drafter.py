@@ -50,13 +50,7 @@ class HeadDrafter(Drafter):
     reader_class = HeadReader
 
     def __init__(
-        self,
-        target: Target,
-        draft: DraftCheckpoint,
-        shape: DraftShape,
-        pool: PagePool,
-        *,
-        draws: Draws | None = None,
+        self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, draws: Draws | None = None
     ) -> None:
         """Arguments: see `choose_drafter`."""
         check_draft_fits(draft, target)
@@ -233,7 +227,7 @@ class HeadDrafter(Drafter):
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, sampling)
             kept = [0 if one is None else one.num_steps for one in own]
-            tree = chain_tree(rows.roots, drafts, kept, sampling.proposal())
+            tree = self._ended(nodes, chain_tree(rows.roots, drafts, kept, sampling.proposal()))
         else:
             limits = None if all(one in (None, shape) for one in own) else own  # None: every row keeps all of `shape`
             found = draft_beams(nodes, shape, limits, self.to_target)
@@ -307,6 +301,10 @@ class HeadDrafter(Drafter):
         for row, request in enumerate(requests):
             if self._drafts(request):
                 self._read[row] = request.length - self._head.stages
+
+    def _ended(self, nodes: DraftRollout, chain: DraftTree) -> DraftTree:
+        """Returns what is kept of a chain: all of it."""
+        return chain
 
     def _draft_chain(self, nodes: DraftRollout, shape: DraftShape, sampling: DraftSampling) -> Tensor:
         """Returns the drafts as target ids, [B, num_steps]."""

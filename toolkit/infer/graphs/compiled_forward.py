@@ -114,17 +114,9 @@ class CompiledForward:
                     ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
                     at = torch.arange(tokens, device=device).repeat(rows, 1)
                     self._forward(ids, at, UncachedMetadata())
-            for stage in range(0 if self._reader is None else self._reader.head.stages):
+            if self._reader is not None:
                 for tokens in lengths:
-                    self._read_example(stage, tokens)
-
-    def _read_example(self, stage: int, tokens: int) -> None:
-        reader = self._reader
-        assert reader is not None
-        device = self._forward.target.device
-        at = torch.arange(tokens, device=device)[None]
-        hidden = torch.zeros(1, tokens, reader.head.config.hidden_size, dtype=reader.dtype, device=device)
-        reader.read(stage, torch.zeros_like(at), hidden, at, UncachedMetadata(), tokens)
+                    self._reader.read_example(tokens, UncachedMetadata())
 
     def around(self, run: Callable[[], None]) -> Callable[[], None]:
         """`run` with target and head compiled."""

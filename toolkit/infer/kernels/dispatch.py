@@ -48,6 +48,7 @@ class Ops:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated: Callable[[Tensor, Tensor], Tensor]
     least_kept: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    draw: Callable[[Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
     grow_beams: Callable[..., Beams]
     rank_candidates: Callable[..., Ranked]
@@ -101,6 +102,7 @@ REFERENCE = Ops(
     rotate=layer_ops.rotate,
     gated=layer_ops.gated,
     least_kept=sampling_reference.least_kept,
+    draw=sampling_reference.draw,
     uniform=sampling_reference.uniform,
     grow_beams=tree_reference.grow_beams,
     rank_candidates=tree_reference.rank_candidates,
@@ -139,6 +141,7 @@ def triton_ops() -> Ops:
         rotate=small.rotate,
         gated=small.gated,
         least_kept=sampling.least_kept,
+        draw=sampling.draw,
         uniform=sampling.uniform,
         grow_beams=trees.grow_beams,
         rank_candidates=trees.rank_candidates,

@@ -1,4 +1,4 @@
-"""Cuts of a distribution and random numbers in plain torch: the reference that the Triton kernels must match.
+"""Cuts of a distribution, draws and random numbers in plain torch: the reference that the Triton kernels must match.
 
 Shapes: M rows, V vocabulary, W most probable tokens.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
+BLOCK = 256
 GOLDEN = -7046029254386353131
 
 
@@ -64,6 +65,36 @@ def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: 
     floor = torch.maximum(floor, limit)
     floor = torch.maximum(floor, top[:, :1] + min_p.double().log().float()[:, None])
     return floor, inside | (top_p == 1) | (top_k > 0)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw by the inverse CDF: weights [M, V] >= 0 (each row with a positive sum), u [M] in [0, 1) -> indices [M].
+
+    Of many tokens it draws a block of BLOCK tokens first, then the token in it, so that sums stay short and exact.
+    """
+    rows, size = weights.shape
+    if size <= max(BLOCK, TOP_WIDTHS[-1]):
+        sums = weights.double().cumsum(dim=-1)
+        return _first_above(sums, u * sums[:, -1])
+    padding = -size % BLOCK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.view(rows, -1, BLOCK)
+    edges = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal = u * edges[:, -1]
+    block = _first_above(edges, goal)
+    inside = blocks[torch.arange(rows, device=weights.device), block].double().cumsum(dim=-1)
+    before = edges.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1).masked_fill(block == 0, 0.0)
+    return block * BLOCK + _first_above(inside, goal - before)
+
+
+def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
+    """Return the index [M] of the first running sum [M, W] above `goal` [M].
+
+    If rounding leaves none, return the index of the last sum that grew.
+    """
+    goal = torch.minimum(goal, sums[:, -1] * (1 - 2.0**-50))
+    return torch.searchsorted(sums, goal[:, None], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

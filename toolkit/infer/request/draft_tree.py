@@ -93,10 +93,15 @@ class DraftShape:
 
     def within(self, limit: DraftShape) -> DraftShape:
         """Return this shape, clipped to `limit` in depth, width and size."""
-        steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)
+        steps, k, nodes = (min(sizes) for sizes in zip(astuple(self), astuple(limit), strict=True))
         if k == 1:
             return DraftShape.chain(steps)
-        return DraftShape(steps, k, min(self.num_draft_tokens, limit.num_draft_tokens, candidate_count(steps, k) + 1))
+        return DraftShape(steps, k, min(nodes, candidate_count(steps, k) + 1))
+
+    def up_to(self, levels: int) -> DraftShape:
+        """Return this shape, clipped to `levels` in depth."""
+        steps, k = min(self.num_steps, levels), self.top_k
+        return self.within(DraftShape(steps, k, candidate_count(steps, k) + 1))
 
     @classmethod
     def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:

@@ -73,7 +73,7 @@ class PromptLimit:
     """
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
-        self._context_length = context_length
+        self.context_length = context_length
         self._longest = _longest_token(tokenizer)
         self.most_bytes = None if self._longest is None else context_length * self._longest
 
@@ -84,7 +84,7 @@ class PromptLimit:
         size = len(text.encode())
         if size > self.most_bytes:
             least = -(-size // self._longest)
-            raise context_length_exceeded(least, max_tokens, self._context_length, param, at_least=True)
+            raise context_length_exceeded(least, max_tokens, self.context_length, param, at_least=True)
 
 
 def _longest_token(tokenizer: Any) -> int | None:

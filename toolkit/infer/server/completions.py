@@ -105,7 +105,7 @@ class Completions:
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """POST /tokenize."""
         self.check_model(body.model or self.served.model_name)
-        return tokens_of(body, self.served.tokenizer, self.prompts, self.served.context_length)
+        return tokens_of(body, self.served.tokenizer, self.prompts, self._limit)
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """POST /detokenize."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from toolkit.infer.server.admission import PromptLimit
 from toolkit.infer.server.api_errors import ApiError, from_validation
 from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.message_protocol import (
@@ -51,9 +52,10 @@ class DetokenizeRequest(Strict):
     tokens: list[int]
 
 
-def tokens_of(body: TokenizeRequest, tokenizer: Any, prompts: ChatPrompts, context_length: int) -> dict[str, Any]:
-    """The reply of /tokenize. context_length: in tokens. Raises ApiError for what a chat refuses."""
-    if body.messages is None:
+def tokens_of(body: TokenizeRequest, tokenizer: Any, prompts: ChatPrompts, limit: PromptLimit) -> dict[str, Any]:
+    """The reply of /tokenize. Raises ApiError for what a chat refuses, and for a text beyond the limit."""
+    if body.prompt is not None:
+        limit.check(body.prompt, None, "prompt")
         ids = list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
     else:
         fields = {"model": "", "messages": body.messages, "tools": body.tools}
@@ -61,9 +63,9 @@ def tokens_of(body: TokenizeRequest, tokenizer: Any, prompts: ChatPrompts, conte
             chat = ChatRequest.model_validate({**fields, "chat_template_kwargs": body.chat_template_kwargs})
         except ValidationError as error:
             raise from_validation(error.errors()) from error
-        ids = prompts.ids(chat, generation_prompt=body.add_generation_prompt is not False)
+        ids = prompts.ids(chat, generation_prompt=body.add_generation_prompt is not False, limit=limit)
     texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": context_length, "tokens": ids, "token_strs": texts}
+    return {"count": len(ids), "max_model_len": limit.context_length, "tokens": ids, "token_strs": texts}
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> dict[str, str]:

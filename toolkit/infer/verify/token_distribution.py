@@ -31,11 +31,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.sampling_reference import GOLDEN, TOP_WIDTHS, mix, widths_for
+from toolkit.infer.kernels.sampling_reference import GOLDEN, mix, widths_for
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.upload import upload
-
-BLOCK = 256
 
 
 class RowDistributions:
@@ -94,33 +92,8 @@ def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, wi
 
 
 def draw_from(weights: Tensor, u: Tensor) -> Tensor:
-    """Draws by the inverse CDF: weights [M, W] >= 0 (each row with a positive sum), u [M] in [0, 1) -> indices [M].
-
-    Of many tokens it draws a block of BLOCK tokens first, then the token in it, so that sums stay short and exact.
-    """
-    rows, size = weights.shape
-    if size <= max(BLOCK, TOP_WIDTHS[-1]):
-        sums = weights.double().cumsum(dim=-1)
-        return _first_above(sums, u * sums[:, -1])
-    padding = -size % BLOCK
-    if padding:
-        weights = torch.nn.functional.pad(weights, (0, padding))
-    blocks = weights.view(rows, -1, BLOCK)
-    edges = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    goal = u * edges[:, -1]
-    block = _first_above(edges, goal)
-    inside = blocks[torch.arange(rows, device=weights.device), block].double().cumsum(dim=-1)
-    before = edges.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1).masked_fill(block == 0, 0.0)
-    return block * BLOCK + _first_above(inside, goal - before)
-
-
-def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
-    """Returns the index [M] of the first running sum [M, W] above `goal` [M].
-
-    If rounding leaves none, returns the index of the last sum that grew.
-    """
-    goal = torch.minimum(goal, sums[:, -1] * (1 - 2.0**-50))
-    return torch.searchsorted(sums, goal[:, None], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
+    """Draws by the inverse CDF: weights [M, W] >= 0 (each row with a positive sum), u [M] in [0, 1) -> indices [M]."""
+    return ops_for(weights.device.type).draw(weights, u)
 
 
 class Stream(IntEnum):

@@ -1,4 +1,4 @@
-"""`sampling_reference` in Triton: where top-k, top-p and min-p cut, and uniform numbers.
+"""`sampling_reference` in Triton: where top-k, top-p and min-p cut, draws, and uniform numbers.
 
 Shapes: M rows, V vocabulary.
 
@@ -100,6 +100,45 @@ def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widt
             num_warps=8,
         )  # fmt: skip
     return floors
+
+
+@triton.jit
+def _weights_at(weights, at, size):
+    return tl.load(weights + at, mask=at < size, other=0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["row_stride", "size"])
+def _draw(weights, numbers, tokens, row_stride, size, chunk: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weights += row * row_stride
+    at = tl.arange(0, chunk)
+    lanes = tl.zeros((chunk,), tl.float64)
+    for first in range(0, size, chunk):
+        lanes += _weights_at(weights, first + at, size)
+    total = tl.sum(lanes, axis=0)
+    # Below the total by more than the rounding of sums in another order.
+    goal = tl.minimum(tl.load(numbers + row), 1.0 - 8.881784197001252e-16) * total
+    running, before, start = total * 0.0, total * 0.0, size * 0
+    for first in range(0, size, chunk):  # the last chunk with any weight that begins at or below the goal
+        mass = tl.sum(_weights_at(weights, first + at, size), axis=0)
+        begins = (running <= goal) & (mass > 0)
+        start, before = tl.where(begins, first, start), tl.where(begins, running, before)
+        running += mass
+    inside = _weights_at(weights, start + at, size)
+    above = (before + tl.cumsum(inside, axis=0) > goal) & (inside > 0)
+    chosen = tl.min(tl.where(above, at, chunk), axis=0)
+    last = tl.max(tl.where(inside > 0, at, 0), axis=0)
+    tl.store(tokens + row, (start + tl.where(chosen < chunk, chosen, last)).to(tl.int64))
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """By the inverse CDF: weights [M, V] >= 0 (each row with a positive sum), u [M] fp64 in [0, 1) -> indices [M]."""
+    rows, size = weights.shape
+    assert weights.stride(1) == 1 or size == 1
+    tokens = torch.empty(rows, dtype=torch.long, device=weights.device)
+    if rows:
+        _draw[(rows,)](weights, u.contiguous(), tokens, weights.stride(0), size, chunk=CHUNK, num_warps=8)
+    return tokens
 
 
 @triton.jit
