@@ -98,8 +98,8 @@ class RolloutSettings:
     )
     deterministic: bool = setting(
         False,
-        "give an answer the same bits whatever is written beside it (CPU): here, in train.on_policy and as the head is "
-        "measured",
+        "give an answer the same bits whatever is written beside it: here, in train.on_policy and as the head is "
+        "measured (a GPU: untried)",
         not_in_fingerprint=True,
     )
     torch_compile: bool = setting(

@@ -253,7 +253,7 @@ def multiplying(width: int, size: int, dtype: torch.dtype, bias: bool, turned: b
 
     def counted(kernels: Ops, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None) -> None:
         whole = kernels.product(x, weight, added)
-        for count in range(1, 41):
+        for count in range(1, 41) if size < 1000 else (1, 33):
             some = kernels.product(x[count : 2 * count - count // 3].view(1, -1, width), weight, added)[0]
             assert torch.equal(some, whole[count : 2 * count - count // 3][: len(some)]), f"rows from {count} on"
             assert torch.equal(kernels.product(x[:count], weight, added), whole[:count]), f"{count} rows"
