@@ -121,22 +121,12 @@ def measure_acceptance(
     config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
     with _modes(target, draft, shapes, most, config, forced, temperature) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
+    judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
     return make_record(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(
-            rounds,
-            shapes,
-            target,
-            temperature,
-            draft.kind,
-            check_tokens,
-            config.verify,
-            most,
-            forced,
-            config.deterministic,
-        ),
+        **tabulate(rounds, shapes, target, temperature, draft.kind, *judged),
         target=describe_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
