@@ -53,8 +53,9 @@ def tabulate(
         for answer in _answers(rounds, mode):
             if check_tokens:
                 found = _judge(target, plain[_key(answer)], answer, temperature)
-                same_bits = found is not None and deterministic
-                judged[_key(answer)] = replace(found, near_tie=False) if same_bits else found
+                if found is not None and deterministic:
+                    found = replace(found, near_tie=False)
+                judged[_key(answer)] = found
             answers.append(_answer_entry(mode, answer))
         divergences += [
             {"shape": mode, "question_id": key[0], "turn": key[1], **asdict(found)}
