@@ -46,6 +46,7 @@ ALL = {**GROUPS, "large_pool": (1, 0), **TRAINING}
 SPILLED = {
     "causal_parts": {"fp32": 16},
     "tree_parts": {"bf16": 28, "fp32": 56},
+    "_attend_paths": {"bf16": 4, "fp32": 60},  # of Triton 3.9; fp32 at heads of 256
     "_forward": {"bf16": 52, "fp32": 96},
     "_queries_part": {"fp32": 200},
     "_keys_part": {"bf16": 64, "fp32": 312},
