@@ -34,6 +34,9 @@ HEAD_KINDS = {
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
     "block": HeadKind("BlockHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank"), block=True),
+    "dspark": HeadKind(
+        "DSparkHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id"), block=True
+    ),
     "mtp": HeadKind(
         "MtpHead",
         ("head.vocabulary",),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
@@ -20,11 +20,10 @@ class HeadSettings:
     """The draft head and the weights it starts from."""
 
     kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
-    layers: PositiveInt = setting(
-        1, "eagle3, eagle2, block: decoder layers; mtp: layers that draft one level each, of which the last repeats"
-    )
+    layers: PositiveInt = setting(1, "decoder layers; mtp: layers that draft one level each, of which the last repeats")
     aux_layer_ids: tuple[int, ...] | None = setting(
-        None, "eagle3, block: the three hidden states of the target that are read; null: (2, n/2, n-3) of n layers"
+        None,
+        "eagle3, block, dspark: the three hidden states of the target that are read; null: (2, n/2, n-3) of n layers",
     )
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
@@ -33,14 +32,18 @@ class HeadSettings:
     )
     lm_head: Literal["random", "target", "frozen"] | None = setting(
         None,
-        "eagle3, block: first output matrix and norm; target: the target's; frozen: and not trained; null: as `init`",
+        "eagle3, block, dspark: first output matrix and norm; target: the target's; frozen: and not trained; null: as "
+        "`init`",
     )
     vocabulary: Literal["draft", "target"] | None = setting(
         None,
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    markov_rank: PositiveInt = setting(64, "block: rank of the bias of a token", fingerprint_name="markov_rank")
+    markov_rank: PositiveInt = setting(64, "block, dspark: rank of the bias of a token", fingerprint_name="markov_rank")
+    mask_token_id: NonNegativeInt | None = setting(
+        None, "dspark: id whose embedding the masks are; null: the last one", fingerprint_name="mask_token_id"
+    )
     init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
@@ -70,7 +73,9 @@ class HeadSettings:
 class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
-    ttt_steps: PositiveInt = setting(4, "steps of training-time test, K: the depth that is learned; block: its tokens")
+    ttt_steps: PositiveInt = setting(
+        4, "steps of training-time test, K: the depth that is learned; block, dspark: the tokens of a block"
+    )
     curriculum: tuple[PositiveFloat, ...] = setting(
         (),
         "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",

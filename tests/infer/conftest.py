@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.infer.running_server import running
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.block import BlockConfig, BlockHead
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -273,6 +274,28 @@ def build_small_block(target: Target, block_size: int = 5) -> DraftCheckpoint:
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
 
 
+DSPARK_HEADS = {
+    "dspark": {"markov_rank": 4},
+    "dspark-shared": {"markov_rank": 4, "own_output": False, "confidence_with_markov": False},
+    "dflash": {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "own_output": False},
+}
+
+
+def build_small_dspark(target: Target, name: str = "dspark") -> DraftCheckpoint:
+    """An untrained DSpark head of two layers that drafts 5 tokens, by a name of DSPARK_HEADS; with an output matrix it
+    has a draft vocabulary of 20 of the 24 tokens."""
+    torch.manual_seed(9)
+    settings = DSPARK_HEADS[name]
+    own = settings.get("own_output", True)
+    config = DSparkConfig.from_target_config(
+        target.config, vocab_size=24, target_hidden_size=64, draft_vocab_size=20 if own else 24,
+        aux_layer_ids=(1, 2, 3), num_hidden_layers=2, block_size=6 if name == "dflash" else 5, mask_token_id=3,
+        **settings,
+    )  # fmt: skip
+    head = DSparkHead(config).eval().requires_grad_(False)
+    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)] if own else range(24), 24))
+
+
 SHARED_HEADS = {
     "eagle2": {},
     "eagle2-two-layers": {"num_hidden_layers": 2, "fc_bias": False, "attention_bias": True},
@@ -321,6 +344,8 @@ def build(small_target, small_draft, shared_draft):
     def make(name: str):
         if name == "block":
             return build_small_block(small_target)
+        if name in DSPARK_HEADS:
+            return build_small_dspark(small_target, name)
         if name == "ngram":
             return NgramLookup(max_n=3, min_n=1)
         return small_draft if name == "eagle3" else shared_draft(name)

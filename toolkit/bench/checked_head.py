@@ -18,8 +18,8 @@ from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.sampled_distribution import Continuations, most_even_distribution
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
-from toolkit.heads.block import BlockHead
-from toolkit.infer.drafters.block_drafter import block_size, default_shape
+from toolkit.heads.block import BlockDraftHead
+from toolkit.infer.drafters.block_drafter import default_shape, drafts_at_once
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -148,7 +148,7 @@ class CheckedHead:
     def shapes(self) -> tuple[DraftShape, DraftShape | None]:
         """A chain and a tree, those of measured.json if it has them. None: the target verifies no trees."""
         found = []
-        own, at_once = DraftShape.chain(3) if self.native else default_shape(self.draft), block_size(self.draft)
+        own, at_once = DraftShape.chain(3) if self.native else default_shape(self.draft), drafts_at_once(self.draft)
         for name, default in (("chain", own), ("tree", TREE.up_to(at_once) if at_once else TREE)):
             row = self.measured_row(name)
             sizes = ("num_steps", "top_k", "num_draft_tokens")
@@ -258,8 +258,8 @@ class CheckedHead:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
         embeds, first = self.target.embed_tokens(text[1:-1]), head.first_hidden(features[:count])
-        if isinstance(head.module, BlockHead):
-            states = head.module.after(_first_places(head.module, embeds, first), embeds)
+        if isinstance(head.module, BlockDraftHead):
+            states = head.module.after(_first_drafts(head.module, embeds, first), text[1:-1], embeds)
             logits = head.scores(states[written - 1 :]).float()
         else:
             hidden = head.step(0, embeds, first, positions, attend, count)
@@ -269,9 +269,9 @@ class CheckedHead:
         return FirstDrafts((logits.argmax(dim=-1) == wanted).cpu(), given.masked_fill(wanted < 0, torch.nan).cpu())
 
 
-def _first_places(head: BlockHead, embeds: Tensor, hidden: Tensor) -> Tensor:
-    """States [T, H] of a block drafter at the first place of the block of every position; embeds [T, H] of the token
-    after it, hidden [T, 2H] of its features."""
+def _first_drafts(head: BlockDraftHead, embeds: Tensor, hidden: Tensor) -> Tensor:
+    """States [T, H] of the first draft of a block drafter at every position; embeds [T, H] of the token
+    after it, hidden [T, ..] of its features."""
     count, size = len(embeds), head.config.block_size
     every, context = torch.arange(count, device=embeds.device), list[tuple[Tensor, Tensor]]()
     head.write_context(hidden, every, count + size, lambda k, v: context.append((k, v)))
@@ -285,4 +285,4 @@ def _first_places(head: BlockHead, embeds: Tensor, hidden: Tensor) -> Tensor:
 
     at = roots + 1 + torch.arange(size, device=embeds.device).repeat(count)
     states = head(*(x.repeat_interleave(size, dim=0) for x in (embeds, hidden)), at, attend, count + size)
-    return states.unflatten(0, (count, size))[:, 0]
+    return states.unflatten(0, (count, size))[:, size - head.config.drafts_at_once]

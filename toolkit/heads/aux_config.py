@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from toolkit.heads.head_config import Features, HeadConfig, HeadError
@@ -70,6 +70,9 @@ class AuxHeadConfig(HeadConfig):
     @property
     def target_sizes(self) -> dict[str, int]:
         return {"target_hidden_size": self.target_hidden_size, "vocab_size": self.vocab_size}
+
+    def with_vocabulary(self, size: int) -> Self:
+        return replace(self, draft_vocab_size=size)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -18,9 +18,10 @@ then a choice position by position.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +38,12 @@ Write = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class BlockConfig(AuxHeadConfig):
-    """block_size: tokens that one pass drafts, b, the deepest served draft. markov_rank: r.
+class BlockDraftConfig(AuxHeadConfig):
+    """block_size: places of a block, b. markov_rank: r.
 
-    Raises ValueError for less than two tokens, a rank below 1, and a sliding window.
+    Raises ValueError for less than two places, and for a sliding window.
     """
 
-    kind = "block"
     own_settings = ("markov_rank",)
 
     block_size: int = 4
@@ -51,29 +51,101 @@ class BlockConfig(AuxHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("block_size", 2), ("markov_rank", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"block config: {name} is {getattr(self, name)}; at least {least} is needed")
+        if self.block_size < 2:
+            raise ValueError(f"{self.kind} config: block_size is {self.block_size}; at least 2 is needed")
         if self.sliding_window is not None:
             raise ValueError(
-                f"block config: sliding_window is {self.sliding_window}, but a block sees all its context; leave it out"
+                f"{self.kind} config: sliding_window is {self.sliding_window}, but a block sees all its context; leave "
+                "it out"
             )
 
     @property
     def drafts_at_once(self) -> int:
         return self.block_size
 
-    def for_steps(self, steps: int) -> BlockConfig:
+    def for_steps(self, steps: int) -> Self:
         if steps < 2:
             raise HeadError(f"train.unroll.ttt_steps is {steps}; a block has at least 2 tokens")
-        return replace(self, block_size=steps)
+        return replace(self, block_size=self.block_size - self.drafts_at_once + steps)
+
+
+class BlockDraftHead(DraftHead):
+    """What training and the drafter call of a block drafter. `config` has block_size, the places of a block b, and
+    `drafts_at_once`, the last of them, which are drafts.
+
+    has_confidence: whether `confident` says something. fc: gives the features' part in a block, `first_hidden`.
+    """
+
+    config: BlockDraftConfig
+    has_confidence: bool = True
+    fc: nn.Linear
+    layers: nn.ModuleList
+
+    @abstractmethod
+    def write_context(self, hidden: Tensor, positions: Tensor, reach: int, write: Write) -> None:
+        """Give the keys and values of known positions to `write`, layer by layer.
+
+        hidden [T, ..]: of `first_hidden`; positions [T] int64, all below `reach`."""
+
+    @abstractmethod
+    def queries(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """The input [T, H] of the first layer; arguments as of `forward`."""
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+    ) -> Tensor:
+        """Draft n blocks in one pass; T = n*b, block by block.
+
+        embeds [T, H]: of the token x_{t+1} at the first place of a block; the others are not read. hidden [T, ..]: of
+        `first_hidden` of f_t, at every place. positions [T]: t+1, t+2, .. Returns [T, H], the input of `read`.
+        """
+        x = self.queries(embeds, hidden)
+        cos, sin = self.rope(positions, embeds, reach)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
+
+    def normed(self, states: Tensor) -> Tensor:
+        return self.norm(states)
+
+    @abstractmethod
+    def before(self, tokens: Tensor, embeds: Tensor) -> Tensor | None:
+        """What the Markov bias reads of the tokens before the predicted ones: ids [...] and embeddings [..., H] ->
+        [..., r]; None without a bias."""
+
+    @abstractmethod
+    def after(self, states: Tensor, tokens: Tensor, embeds: Tensor) -> Tensor:
+        """Outputs of `read` [..., H], and ids [...] and embeddings [..., H] of the tokens before the predicted ones ->
+        the input of `logits` and `confident`."""
+
+    @abstractmethod
+    def bias_rows(self, scores: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """The second factor of the bias, [r, D], if `scores` gives the logits [..., D] of normed states [..., H]; None
+        without a bias."""
+
+    @abstractmethod
+    def confident(self, states: Tensor) -> Tensor | None:
+        """Outputs of `after` -> logit [...] of the chance that the target accepts the draft, if it accepts those
+        before; None: the head has no such output. The training of it does not change the rest of the head."""
+
+
+@dataclass(frozen=True)
+class BlockConfig(BlockDraftConfig):
+    """Every place of a block drafts. Raises ValueError as `BlockDraftConfig`, and for a rank below 1."""
+
+    kind = "block"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise ValueError(f"block config: markov_rank is {self.markov_rank}; at least 1 is needed")
 
     def serving_keys(self) -> dict[str, Any]:
         # No other engine reads this form, so no existing architecture name fits.
         return {"architectures": ["BlockDraftHead"], "model_type": "block_draft_head"}
 
 
-class BlockHead(DraftHead):
+class BlockHead(BlockDraftHead):
     """`fc` (the keys' and the query's part of the features), `query`, `mask`, `layers.N.*`, `norm`, `lm_head`,
     `markov_in`, `markov_out`, `confidence`. The embedding is the target's."""
 
@@ -101,54 +173,38 @@ class BlockHead(DraftHead):
         return self.fc(features)
 
     def write_context(self, hidden: Tensor, positions: Tensor, reach: int, write: Write) -> None:
-        """Give the keys and values of known positions to `write`, layer by layer.
-
-        hidden [T, 2H]: of `first_hidden`; positions [T] int64, all below `reach`."""
+        """As `BlockDraftHead.write_context`; hidden [T, 2H]."""
         state = hidden[..., : self.config.hidden_size]
         cos, sin = self.rope(positions, state, reach)
         layer: Any
         for layer in self.layers:
             write(*layer.self_attn.keys_values(layer.input_layernorm(state), cos, sin))
 
-    def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
-    ) -> Tensor:
-        """Draft n blocks in one pass; T = n*b, block by block.
-
-        embeds [T, H]: of the token x_{t+1} at the first place of a block; the others are not read. hidden [T, 2H]: of
-        f_t, at every place. positions [T]: t+1, t+2, .. Returns [T, H], the input of `read`.
-        """
+    def queries(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """As `BlockDraftHead.queries`; hidden [T, 2H]."""
         width, size = self.config.hidden_size, self.config.block_size
         masks = self.mask(torch.arange(size - 1, device=embeds.device)).to(embeds.dtype)
         anchors = embeds.view(-1, size, width)[:, :1]
         x = torch.cat((anchors, masks.expand(len(anchors), -1, -1)), dim=1).flatten(0, 1)
-        x = self.query(x) + hidden[..., width:]
-        cos, sin = self.rope(positions, embeds, reach)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return x
+        return self.query(x) + hidden[..., width:]
 
     # -- logits --------------------------------------------------------------------------------------------------------
 
-    def normed(self, states: Tensor) -> Tensor:
-        return self.norm(states)
-
-    def after(self, states: Tensor, embeds: Tensor) -> Tensor:
-        """Outputs of `read` [..., H] and the embeddings [..., H] of the tokens before the predicted ones -> the input
-        of the output matrix and of `confident`, [..., H]."""
-        return self.normed(states) + self.markov_out(self.before(embeds))
-
-    def before(self, embeds: Tensor) -> Tensor:
-        """What the Markov bias reads of the token before: embeddings [..., H] -> [..., r]."""
+    def before(self, tokens: Tensor, embeds: Tensor) -> Tensor:
         return self.markov_in(self.markov_norm(embeds))
+
+    def after(self, states: Tensor, tokens: Tensor, embeds: Tensor) -> Tensor:
+        return self.normed(states) + self.markov_out(self.before(tokens, embeds))
+
+    def bias_rows(self, scores: Callable[[Tensor], Tensor]) -> Tensor:
+        weight = self.markov_out.weight
+        return scores(self.markov_out(torch.eye(self.config.markov_rank, dtype=weight.dtype, device=weight.device)))
 
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
         """Outputs of `after` [T, H] -> logits [T, D] with the Markov bias, or the result of `project`."""
         return self.lm_head(states, project)
 
     def confident(self, states: Tensor) -> Tensor:
-        """Outputs of `after` [..., H] -> logit [...] of the chance that the target accepts the draft, if it
-        accepts those before. The training of it does not change the head."""
         return self.confidence(states.detach()).squeeze(-1)
 
     def warm_start(self) -> WarmStart:

@@ -61,6 +61,8 @@ class WarmStart:
     of position i and the embedding of token i+1 to the target's state at i+1 (see `HeadConfig.regressed_layer`).
     solved_reads: (embeddings [P, H], features [P, W]) -> the input of `solved`. repeats: layers that start as a copy of
     the first of `copies` after the regression.
+    ahead: False: `solved` predicts the state at i itself, from features alone.
+    same_norms: norms that start as a copy of another norm of the head, after `copies`.
     query, masks: of a block drafter. `query` reads the embedding of token i+1; the sum of its output and of the last H
     rows of `solved` is solved as above, the first H rows to the target's state at i. The embeddings `masks` start as
     the mean over the texts.
@@ -71,6 +73,8 @@ class WarmStart:
     solved: nn.Linear
     solved_reads: Callable[[Tensor, Tensor], Tensor]
     repeats: Sequence[nn.Module] = ()
+    ahead: bool = True
+    same_norms: Sequence[tuple[nn.Module, nn.Module]] = ()
     query: nn.Linear | None = None
     masks: nn.Embedding | None = None
 
@@ -123,10 +127,27 @@ class DraftHead(nn.Module, ABC):
             raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
         return self.lm_head(self.normed(states), project)
 
+    @property
+    def other_rows(self) -> bool:
+        """Whether it can score other ids by their rows of the target's output matrix alone (dynamic rows)."""
+        return True
+
+    def map_rows(self, places: Tensor) -> None:
+        """Take another draft vocabulary, apart from the output matrix: places [D] of its ids in the old one, -1 if that
+        lacks them."""
+
+    def read_target(self, embed: Callable[[Tensor], Tensor]) -> None:
+        """Take what the head holds of the target's embedding: ids [n] -> [n, H]. Called before the first forward, and
+        when the target's weights have changed."""
+
     def kv_sizes(self) -> KVSizes:
         """Sizes of the keys and values of its attention layers, which are all alike."""
         config = self.config
         return KVSizes(config.num_key_value_heads, config.head_dim, config.head_dim)
+
+    def extended(self, project: Project) -> Project:
+        """`project`, as a head without an output matrix calls it with the target's."""
+        return project
 
     def cast(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Move the head to a device and its parameters to a dtype; buffers (the biases of experts' scores) keep theirs.

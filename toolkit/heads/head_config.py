@@ -159,6 +159,10 @@ class HeadConfig(ABC):
         """The configuration for a training that unrolls `steps` steps."""
         return self
 
+    def with_vocabulary(self, size: int) -> Self:
+        """The configuration for a training on a token map of so many ids."""
+        return self
+
     @staticmethod
     def loss_weights(settings: UnrollSettings) -> tuple[float, float]:
         """Weights of the token loss and of the distance to the target's next feature."""

@@ -1,4 +1,4 @@
-"""The training pass of a block drafter (`heads/block.py`): the blocks of all roots in one pass.
+"""The training pass of a block drafter (`heads/block.py`, `heads/dspark.py`): the blocks of all roots in one pass.
 
 Every position t of a sequence is a root, as in ttt.py. Its block drafts at once what a chain drafts step by step, so
 supervision, losses and forecasts are those of a chain:
@@ -7,6 +7,8 @@ supervision, losses and forecasts are those of a chain:
                       attends  keys of the features of positions 0..t, and all keys of its own block
                       bias     of the token x_{t+1+k} (ground truth)
                       predicts x_{t+2+k}
+
+A block whose first place is no draft (DFlash) drafts step k at place k+1, at position t+2+k, where the masks are.
 
 Shapes: B sequences, L positions, N roots a row, b places of a block, Q = N*b, H hidden size, W feature width, hd head
 dim, kv key/value heads, G query heads a key/value head.
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.heads.block import BlockHead
+from toolkit.heads.block import BlockDraftHead
 from toolkit.train.causal_attention import Reach
 from toolkit.train.ttt import MergedAttention
 
@@ -52,7 +54,7 @@ class BlockAttention:
 
 
 def unroll_blocks(
-    head: BlockHead,
+    head: BlockDraftHead,
     features: torch.Tensor,
     embeds: torch.Tensor,
     steps: int,
@@ -61,12 +63,14 @@ def unroll_blocks(
     *,
     checkpointing: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yield the states [B, N, H] of steps 0..steps-1, at most b, as `ttt.unroll` does. Arguments: of `ttt.unroll`.
+    """Yield the states [B, N, H] of steps 0..steps-1, at most as many as the head drafts, as `ttt.unroll` does.
+    Arguments: of `ttt.unroll`.
 
     A root whose x_{t+1} lies past the end of its row reads the row's last token; it is not supervised.
     """
     (batch, length, width), size, device = embeds.shape, head.config.block_size, embeds.device
-    assert steps <= size, f"a block of {size} has no step {size + 1}"
+    first_draft = size - head.config.drafts_at_once
+    assert steps <= size - first_draft, f"a block of {size} has no step {steps}"
     every = torch.arange(length, device=device).expand(batch, -1)
     starts = torch.zeros_like(every) if starts is None else starts
     roots = every if anchors is None else anchors
@@ -97,4 +101,4 @@ def unroll_blocks(
         states = checkpoint(run, features, use_reentrant=False, preserve_rng_state=False)
     else:
         states = run(features)
-    yield from head.read(0, states).view(batch, -1, size, width).unbind(2)[:steps]
+    yield from head.read(0, states).view(batch, -1, size, width).unbind(2)[first_draft : first_draft + steps]

@@ -114,6 +114,7 @@ def start_head(
     stored: the features of the batches; None computes them with the target's forward.
     """
     head = build_head(plan.config).to(target.device)
+    head.read_target(target.embed_tokens)
     own_vocabulary = plan.config.own_vocabulary
     if not own_vocabulary:
         log.info(

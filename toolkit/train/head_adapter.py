@@ -36,6 +36,7 @@ class HeadAdapter:
         config = draft.head.config
         self.target, self.steps, self.batch = target, config.drafts_at_once or max(steps, config.stages), batch
         self.head = copy.deepcopy(draft.head).cast(target.device, torch.float32).train().requires_grad_(True)
+        self.head.read_target(target.embed_tokens)
         self.plan = HeadPlan(config, draft.token_map, config.features.layer_ids(target.n_layers))
         self.settings = TrainSettings(
             head=HeadSettings(kind=draft.kind, layers=config.layers * config.stages),

@@ -43,9 +43,7 @@ class InitHead:
 
     def config(self, token_map: TokenMap) -> HeadConfig:
         """Its configuration with the draft vocabulary of `token_map`."""
-        config = self.draft.head.config
-        own: dict[str, Any] = {"draft_vocab_size": token_map.size} if config.own_vocabulary else {}
-        return replace(config, **own)
+        return self.draft.head.config.with_vocabulary(token_map.size)
 
 
 def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead:
@@ -87,8 +85,8 @@ def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSett
         "norm_output": getattr(config, "norm_output", False),
         "sliding_window": config.sliding_window,
     }
-    rank = getattr(config, "markov_rank", HeadSettings.markov_rank)
-    read = {**has, "aux_layer_ids": config.features.aux_layer_ids, "markov_rank": rank}
+    read = {**has, "aux_layer_ids": config.features.aux_layer_ids}
+    read |= {name: getattr(config, name, getattr(HeadSettings, name)) for name in ("markov_rank", "mask_token_id")}
     wrong = [name for name in changed(settings.head, *read) if getattr(settings.head, name) != read[name]]
     if wrong:
         said = "; ".join(f"train.head.{name} = {getattr(settings.head, name)} (it has {read[name]})" for name in wrong)
@@ -119,10 +117,13 @@ def continued_head(
     head = init.draft.head
     said = f"; it scores tokens by {token_map.size} rows of the target's output matrix (train.head.vocabulary)"
     if config.own_vocabulary:
-        rows, said = _output_rows(init.draft, token_map, settings, target)
+        places = init.draft.token_map.to_draft(token_map.ids)
+        rows, said = _output_rows(init.draft, token_map, places, settings, target)
+        head.map_rows(places)
         head.config, head.lm_head = config, OutputMatrix(config.hidden_size, len(rows), bias=False)
         head.lm_head.weight = nn.Parameter(rows)
     head = head.cast(target.device, torch.float32).train().requires_grad_(True)
+    head.read_target(target.embed_tokens)
     if settings.head.lm_head == "frozen":
         head.lm_head.weight.requires_grad_(False)
     log.info(
@@ -133,13 +134,14 @@ def continued_head(
 
 @torch.no_grad()
 def _output_rows(
-    draft: DraftCheckpoint, token_map: TokenMap, settings: TrainSettings, target: Target
+    draft: DraftCheckpoint, token_map: TokenMap, places: Tensor, settings: TrainSettings, target: Target
 ) -> tuple[Tensor, str]:
     """The rows [D, H] of the output matrix, fp32 on the CPU, and what the log says of them."""
     rows = target.lm_head.weight[token_map.ids.to(target.device)].float().cpu()
     if settings.head.lm_head is not None:
         return rows, f"; its {token_map.size} output rows are the target's (train.head.lm_head={settings.head.lm_head})"
-    places = draft.token_map.to_draft(token_map.ids)
+    if not draft.head.config.own_vocabulary:
+        return rows, f"; its {token_map.size} output rows are the target's, as it had none"
     both = places >= 0
     rows[both] = draft.head.lm_head.weight[places[both]].float()
     carried = int(both.sum())

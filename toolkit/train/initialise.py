@@ -64,6 +64,8 @@ def initialise_from_target(
     initialise_random(head, seed)
     start = head.warm_start()
     report = _copy_layers(start, target)
+    for norm, copied in start.same_norms:
+        norm.load_state_dict(copied.state_dict())
     if head.config.own_vocabulary:
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
     if start.last_norm is not None:
@@ -114,7 +116,8 @@ def _regress(
             here.add(x, wanted[:, :-1][pairs].float())
             mean += embeds.sum(0)
             x = torch.cat((embeds, x), dim=-1)
-        (check if number % CHECK_EVERY == 1 else fit).add(x, wanted[:, 1:][pairs].float())
+        states = wanted[:, 1:] if start.ahead else wanted[:, :-1]
+        (check if number % CHECK_EVERY == 1 else fit).add(x, states[pairs].float())
     weight, r2 = ridge_regression(fit, check)
     if weight is not None and here is not None:
         assert start.query is not None and start.masks is not None, "both are given, or neither"

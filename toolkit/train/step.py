@@ -29,7 +29,7 @@ class UnrollInputs:
     """Inputs of `TrainedHead.forward` for one micro-batch, and what the teacher needs.
 
     aux [B, L, A*H]: the features that the head reads. embeds [B, L, H]. teacher_hidden [M, H]: final-normed states of
-    the target. written [M]: the ids that follow the teacher's positions. greedy [M] bool: whether `written` is the
+    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool: whether `written` is the
     target's argmax; None if unknown.
     """
 
@@ -37,6 +37,7 @@ class UnrollInputs:
     embeds: torch.Tensor
     supervision: Supervision
     teacher_hidden: torch.Tensor
+    before: torch.Tensor
     written: torch.Tensor
     greedy: torch.Tensor | None
 
@@ -74,6 +75,7 @@ class TargetSide:
         features = self.features(batch)
         batch = batch.to(self.target.device)
         supervision = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
+        ids = batch.input_ids.flatten()
         with torch.no_grad():
             embeds = self.target.embed_tokens(batch.input_ids)
         return UnrollInputs(
@@ -81,7 +83,8 @@ class TargetSide:
             embeds=embeds.to(self.head_dtype),
             supervision=supervision,
             teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
-            written=batch.input_ids.flatten()[supervision.teacher_positions + 1],
+            before=ids[supervision.teacher_positions],
+            written=ids[supervision.teacher_positions + 1],
             greedy=None if batch.greedy is None else batch.greedy.flatten()[supervision.teacher_positions + 1],
         )
 
@@ -123,7 +126,13 @@ def micro_step(
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
         loss, by_step, hits = model(
-            inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
+            inputs.aux,
+            inputs.embeds,
+            inputs.supervision,
+            rows,
+            draft_choice,
+            denominators.to(inputs.aux.device),
+            inputs.before,
         )
     flat = inputs.supervision.flat_roots(batch.response.shape[1])
     reached, passed = chained_counts(hits, flat, batch.response.numel())
@@ -151,7 +160,7 @@ def replayed_steps(
     for batch in batches:
         inputs = side.inputs(batch, steps)
         draft_choice = side.token_map.to_draft(inputs.written)
-        _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
+        _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None, inputs.before)
         depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).clamp(max=levels or steps)
         depth = depth.cpu().view(batch.response.shape)
         for row in range(len(depth)):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.block import BlockHead
+from toolkit.heads.block import BlockDraftHead
 from toolkit.heads.draft_head import DraftHead, Project
 from toolkit.recipe_fields import LossName
 from toolkit.train.block_unroll import unroll_blocks
@@ -59,16 +59,18 @@ class TrainedHead(nn.Module):
         teacher: TeacherRows | None = None,
         draft_choice: torch.Tensor | None = None,
         denominators: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Unroll the head, and compute loss and hits.
 
         draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
-        vocabulary lacks it. The loss is sum_k weight_k * (sum of row losses) / denominators[k]; without a teacher it is
+        vocabulary lacks it. before [M]: the tokens at the teacher's positions, before the predicted ones; only a block
+        drafter needs them. The loss is sum_k weight_k * (sum of row losses) / denominators[k]; without a teacher it is
         0, and only the hits are computed.
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
-        count, block = len(supervision.roots), self.head if isinstance(self.head, BlockHead) else None
+        count, block = len(supervision.roots), self.head if isinstance(self.head, BlockDraftHead) else None
         inputs = aux, embeds, count, supervision.starts, supervision.anchors
         if block is None:
             steps = unroll(self.head, *inputs, checkpointing=self.checkpointing)
@@ -79,7 +81,8 @@ class TrainedHead(nn.Module):
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
         choice = draft_choice[rows]
         if block is not None:  # the token before the predicted one is that of the teacher's row
-            states = block.after(states, embeds.flatten(0, 1)[supervision.teacher_positions][rows])
+            assert before is not None, "a block drafter needs them"
+            states = block.after(states, before[rows], embeds.flatten(0, 1)[supervision.teacher_positions][rows])
         if teacher is None:
             best = self.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
@@ -96,9 +99,10 @@ class TrainedHead(nn.Module):
             distances = self.feature_weight * _distances(states, teacher.states[rows])
             loss = loss + (factor * distances).sum()
             losses = losses + distances.detach()
-        if block is not None:
-            odds, right = block.confident(states).float(), (best == choice).float()
-            loss = loss + (factor * F.binary_cross_entropy_with_logits(odds, right, reduction="none")).sum()
+        odds = None if block is None else block.confident(states)
+        if odds is not None:
+            right = (best == choice).float()
+            loss = loss + (factor * F.binary_cross_entropy_with_logits(odds.float(), right, reduction="none")).sum()
         if supervision.shares is not None:
             losses = losses * torch.cat(supervision.shares)
         by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators
@@ -106,7 +110,9 @@ class TrainedHead(nn.Module):
 
     def score(self, states: torch.Tensor, project: Project) -> Any:
         """`project` of states [N, H], as the unroll yields them, with the output matrix."""
-        return self.head.logits(states, project) if self.output is None else self.output.score(states, project)
+        if self.output is None:
+            return self.head.logits(states, project)
+        return self.output.score(states, self.head.extended(project))
 
 
 def step_weights(kind: str, decay: float, count: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.infer.conftest import build_small_block
+from tests.infer.conftest import DSPARK_HEADS, build_small_block, build_small_dspark
 from tests.infer.drafters.test_adaptive_drafter import PROBE, ScriptedChoice, paths
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
 from tests.infer.drafters.test_shared_heads import engine_after_steps
@@ -28,9 +28,22 @@ def plain(small_target) -> list[list[int]]:
     return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
 
 
-@pytest.fixture
-def draft(small_target):
-    return build_small_block(small_target)
+@pytest.fixture(params=["block", *DSPARK_HEADS])
+def draft(small_target, request):
+    return (
+        build_small_block(small_target) if request.param == "block" else build_small_dspark(small_target, request.param)
+    )
+
+
+def scores_of(target, draft, state: torch.Tensor, before: int) -> torch.Tensor:
+    """The definition: logits [D] of a draft by its state [H], after the token `before`."""
+    head, token = draft.head, torch.tensor([before])
+    read = head.after(state[None], token, target.embed_tokens(token).detach())
+    if head.config.own_vocabulary:
+        return head.logits(read)[0]
+    width = head.config.hidden_size
+    scores = read[:, :width] @ target.lm_head.weight.T
+    return (scores if head.markov_head is None else scores + read[:, width:] @ head.markov_head.markov_w2.weight.T)[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -43,12 +56,16 @@ def test_drafts_change_nothing(small_target, draft, plain, shape, options, batch
     some = slice(None) if batch > 1 else slice(0, 6)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
     assert finished(engine, requests) == plain[some]
-    assert "adaptive" in options or sum(event.accepted for request in requests for event in request.events) > 0
+    # Untrained drafts of a few prompts may all be wrong.
+    accepted = sum(event.accepted for request in requests for event in request.events)
+    assert "adaptive" in options or batch == 1 or accepted > 0
 
 
 def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
-    """The definition, without caches: the block after `tokens`, [b, H], by dense attention over the whole text."""
+    """The definition, without caches: the drafts of the block after `tokens`, [.., H], by dense attention over the
+    text."""
     head, size = draft.head, draft.head.config.block_size
+    head.read_target(target.embed_tokens)
     capture = AuxCapture(target, head.config.aux_layer_ids)
     with torch.no_grad():
         target.body(input_ids=torch.tensor([tokens]), use_cache=False)
@@ -65,7 +82,8 @@ def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
 
         root = target.embed_tokens(torch.tensor(tokens[-1:])).expand(size, -1)
         at = before + torch.arange(size)
-        return head(root, hidden[-1:].expand(size, -1), at, attend, before + size)
+        states = head(root, hidden[-1:].expand(size, -1), at, attend, before + size)
+        return states[size - head.config.drafts_at_once :]
 
 
 def beams_of_the_text(target, draft, tokens: list[int], steps: int, k: int) -> list[list[tuple[float, list[int]]]]:
@@ -75,8 +93,7 @@ def beams_of_the_text(target, draft, tokens: list[int], steps: int, k: int) -> l
     for state in states_of_the_text(target, draft, tokens)[:steps]:
         level = []
         for score, path in beams:
-            read = draft.head.after(state, target.embed_tokens(torch.tensor(path[-1])).detach())
-            best = draft.head.logits(read[None])[0].log_softmax(-1).topk(k)
+            best = scores_of(target, draft, state, path[-1]).log_softmax(-1).topk(k)
             ids = draft.token_map.ids[best.indices].tolist()
             level += [(score + more, [*path, token]) for more, token in zip(best.values.tolist(), ids, strict=True)]
         found.append(level)
@@ -163,7 +180,11 @@ def test_drawn_drafts(small_target, draft, verify):
 @pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"verify": "rejection"}], ids=str)
 def test_chains_end_by_confidence(small_target, draft, plain, options):
     """Shorter chains, and none at all in some rounds; the tokens stay (those of seeds too, but under rejection)."""
-    cut = replace(draft, least_confidence=0.3)
+    if not draft.head.has_confidence:
+        pytest.skip("it does not say how sure a draft is")
+    cut = replace(
+        draft, least_confidence=0.3 if draft.kind == "block" else 0.45
+    )  # between the chances of these weights
     engine = Engine(small_target, cut, DraftShape.chain(5), max_running_requests=16, **options)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
     found = finished(engine, requests)
@@ -175,6 +196,8 @@ def test_chains_end_by_confidence(small_target, draft, plain, options):
 
 def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, draft, monkeypatch):
     """As plain rounds their time, the head's included, would make plain decoding seem slow."""
+    if not draft.head.has_confidence:
+        pytest.skip("it does not say how sure a draft is")
     recorded, shape = [], DraftShape.chain(4)
     monkeypatch.setattr(AdaptiveShape, "choose", lambda *_: shape)
     monkeypatch.setattr(AdaptiveShape, "record", lambda _self, _requests, arm, *_: recorded.append(arm))
@@ -186,6 +209,10 @@ def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, draft, monk
 
 def test_dynamic_rows_have_the_bias_too(small_target, draft, plain):
     """Its factor is computed once for the rows of a map; rows that change are scored with it in every step."""
+    if not draft.head.other_rows or not draft.head.config.own_vocabulary:
+        engine = Engine(small_target, replace(draft, dynamic_rows=3), DraftShape.chain(5), max_running_requests=16)
+        assert len(engine.drafter.to_target) == draft.token_map.size
+        return
     draft.head.lm_head.weight.copy_(small_target.lm_head.weight[draft.token_map.ids])
     engine = Engine(small_target, replace(draft, dynamic_rows=3), DraftShape.chain(5), max_running_requests=16)
     assert len(engine.drafter.to_target) == 23 and engine.drafter.reader._bias is None

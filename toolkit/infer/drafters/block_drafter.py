@@ -1,4 +1,4 @@
-"""Drafts with a block drafter (`heads/block.py`): one pass scores all levels of a draft, which are then chosen in turn.
+"""Drafts with a block drafter (`heads/block.py`, `heads/dspark.py`): one pass scores all levels of a draft, which are then chosen in turn.
 
 Shapes: B rows, P unread positions a row, b places of a block, n nodes of a level, H head hidden size, D size of the
 draft vocabulary.
@@ -9,6 +9,8 @@ values of the target's features; those of the block stand after them for one pas
     position       ..  L-3      L-2       L-1       L        ..   L-2+b
     cache          ..  f_{L-3}  f_{L-2}   x_{L-1}   mask 1   ..   mask b-1
     scores of                             level 1   level 2  ..   level b
+
+A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1.
 
 In a tree the nodes of a level differ by the bias of their own token alone.
 """
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.block import BlockHead
+from toolkit.heads.block import BlockDraftHead
 from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
@@ -42,46 +44,57 @@ from toolkit.targets.target import Target
 DEFAULT_SHAPE = DraftShape.chain(4)
 
 
-def block_size(draft: DraftCheckpoint | NgramLookup | None) -> int:
+def drafts_at_once(draft: DraftCheckpoint | NgramLookup | None) -> int:
     """Returns how many tokens a block drafter drafts at once; 0 for any other draft."""
     return draft.head.config.drafts_at_once if isinstance(draft, DraftCheckpoint) else 0
 
 
+def says_confidence(draft: DraftCheckpoint) -> bool:
+    """Returns whether the head says how sure a draft is."""
+    return isinstance(draft.head, BlockDraftHead) and draft.head.has_confidence
+
+
 def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
     """Returns a chain of 4, or of as many tokens as a block drafter drafts at once."""
-    return DraftShape.chain(block_size(draft)) if block_size(draft) else DEFAULT_SHAPE
+    return DraftShape.chain(drafts_at_once(draft)) if drafts_at_once(draft) else DEFAULT_SHAPE
 
 
 def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
     """Returns those of `shapes` that the draft can draft: of a block drafter those no deeper than its block."""
-    most = block_size(draft)
+    most = drafts_at_once(draft)
     return [one for one in shapes if not most or one.num_steps <= most]
 
 
 class BlockReader(HeadReader):
     """`read` writes known positions to the cache; `draft` runs a block; `logits` adds the Markov bias.
 
-    _bias [r, D]: the second factor of the bias; None if the rows of the output matrix change (dynamic rows).
+    _bias [r, D]: the second factor of the bias; None without a bias, or if the rows of the output matrix change
+    (dynamic rows).
     """
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
+        self._block = block_of(head)
+        self._block.read_target(self._embed)
         self._bias = None if head.dynamic is not None else self._bias_of_rows()
 
-    def _bias_of_rows(self) -> Tensor:
-        block = block_of(self.head)
-        units = torch.eye(block.config.markov_rank, dtype=self.dtype, device=self._device)
-        return self.head.scores(block.markov_out(units))
+    def _bias_of_rows(self) -> Tensor | None:
+        rows = self._block.bias_rows(self.head.scores)
+        # A head without an output matrix has a bias for every id.
+        return rows if rows is None or self.head.config.own_vocabulary else rows[:, self.head.to_target]
 
     def weights_changed(self) -> None:
         """Computes the bias again, in place: recorded rounds read it."""
+        self._block.read_target(self._embed)
         if self._bias is not None:
-            self._bias.copy_(self._bias_of_rows())
+            bias = self._bias_of_rows()
+            assert bias is not None, "it had one"
+            self._bias.copy_(bias)
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
     ) -> Tensor:
-        """Write the keys and values of hidden [B, n, 2H] at positions [B, n] < reach. Returns `hidden`."""
+        """Write the keys and values of hidden [B, n, ..] at positions [B, n] < reach. Returns `hidden`."""
         rows, new = positions.shape
         layers = count()
 
@@ -90,63 +103,72 @@ class BlockReader(HeadReader):
             metadata.write(next(layers), k, v)
 
         with using(self._ops):
-            block_of(self.head).write_context(hidden.flatten(0, 1), positions.flatten(), reach, write)
+            self._block.write_context(hidden.flatten(0, 1), positions.flatten(), reach, write)
         return hidden
 
     def draft(
         self, roots: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
     ) -> Tensor:
-        """Roots [B, 1], hidden [B, 1, 2H] of the features before them, positions [B, b] -> states [B, b, H]."""
+        """Roots [B, 1], hidden [B, 1, ..] of the features before them, positions [B, b] -> states [B, b, H]."""
         size = positions.shape[1]
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
     def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:
         """Runs a block, whatever `tokens` is: its layers run over whole blocks only."""
-        size = self.head.config.drafts_at_once
+        size = self._block.config.block_size
         at = torch.arange(size, device=self._device)[None]
-        hidden = torch.zeros(1, 1, 2 * self.head.config.hidden_size, dtype=self.dtype, device=self._device)
+        hidden = torch.zeros(1, 1, self._block.fc.out_features, dtype=self.dtype, device=self._device)
         self.draft(torch.zeros_like(at[:, :1]), hidden, at, metadata, size)
 
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
         """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
         the nodes of a level."""
-        block, embeds = block_of(self.head), self._embed(before).to(self.dtype)
-        if self._bias is None:
-            return self.head.scores(block.after(states, embeds))
-        return scores + block.before(embeds) @ self._bias
+        embeds = self._embed(before).to(self.dtype)
+        if self._bias is not None:
+            given = self._block.before(before, embeds)
+            assert given is not None, "a head with a bias reads the token before"
+            return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
+        if self.head.dynamic is not None:
+            return self.head.scores(self._block.after(states, before, embeds))
+        return scores.expand(-1, before.shape[1], -1)
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:
         """Chance [B, n] that the target accepts the draft of states [B, n, H], after tokens [B, n], if it accepts those
-        before."""
-        block = block_of(self.head)
-        return block.confident(block.after(states, self._embed(before).to(self.dtype))).float().sigmoid()
+        before. Only of heads that say it."""
+        odds = self._block.confident(self._block.after(states, before, self._embed(before).to(self.dtype)))
+        assert odds is not None, "checked when the draft was loaded"
+        return odds.float().sigmoid()
 
 
-def block_of(head: DraftingHead) -> BlockHead:
-    assert isinstance(head.module, BlockHead), "a block drafter has a block head"
+def block_of(head: DraftingHead) -> BlockDraftHead:
+    assert isinstance(head.module, BlockDraftHead), "a block drafter has a block head"
     return head.module
 
 
 class BlockRollout(DraftRollout):
-    """The unread positions of one round, and the block after them. levels: of the draft."""
+    """The unread positions of one round, and the block after them. levels: of the draft.
+
+    block [B, .., H]: the states of its drafts.
+    """
 
     _reader: BlockReader
 
     def __init__(
         self, reader: BlockReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, levels: int
     ) -> None:
-        self._size, self._lengths, self._levels_drafted = reader.head.config.drafts_at_once, rows.lengths, levels
+        self._size, self._lengths, self._levels_drafted = block_of(reader.head).config.block_size, rows.lengths, levels
+        self._first_draft = self._size - reader.head.config.drafts_at_once
         # The room of the nodes that a chain of so many levels would add.
         super().__init__(reader, rows, tokens, hidden, carry, levels=self._size)
         self._place = 0
 
     def at_roots(self) -> Tensor:
-        """Runs the block. Returns the states at its first place, [B, 1, H]."""
+        """Runs the block. Returns the state of its first draft, [B, 1, H]."""
         self._run_block()
         return self.block[:, :1]
 
     def grow(self, states: Tensor, tokens: Tensor, parents: Tensor | None = None, sees: Tensor | None = None) -> Tensor:
-        """Takes the drafts [B, n] of a level. Returns the state at the next place of the block, [B, 1, H]."""
+        """Takes the drafts [B, n] of a level. Returns the state of the next draft, [B, 1, H]."""
         if self.within is not None:
             self.within.grow(tokens, parents)
         self._place, self._before = self._place + 1, tokens
@@ -176,7 +198,8 @@ class BlockRollout(DraftRollout):
         places, sees = _block(self._size, lengths.device)
         sees = sees.expand(len(lengths), -1, -1)
         metadata = tree_metadata(self._reader.caches[0], self._table, lengths, self._reach, sees, None)
-        self.block = self._reader.draft(self._before, hidden, lengths[:, None] + places, metadata, self._reach)
+        states = self._reader.draft(self._before, hidden, lengths[:, None] + places, metadata, self._reach)
+        self.block = states[:, self._first_draft :]
         self._scores = self._reader.head.logits(0, self.block[:, : self._levels_drafted])
 
 
@@ -212,7 +235,7 @@ class BlockDrafter(HeadDrafter):
         super().set_shape(shape)
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + self._head.config.drafts_at_once
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + block_of(self._head).config.block_size
 
     def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> BlockRollout:
         held = (slice(len(rows.roots)), slice(unread))

@@ -11,7 +11,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_d
 from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import TargetError, UnknownFamilyError
-from toolkit.infer.drafters.block_drafter import block_size, default_shape
+from toolkit.infer.drafters.block_drafter import default_shape, says_confidence
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
@@ -192,7 +192,7 @@ def fit_draft(
         check_takes_token_map(draft, token_map)
     if not 0 <= confidence <= 1:
         raise ConfigError(f"`draft_confidence` is {confidence}; a chance from 0 to 1 is needed")
-    if confidence and not block_size(draft):
+    if confidence and not (isinstance(draft, DraftCheckpoint) and says_confidence(draft)):
         raise ConfigError(f"`draft_confidence` is {confidence}, but only block heads have one; leave it out")
     if not isinstance(draft, DraftCheckpoint):
         if dynamic_rows:

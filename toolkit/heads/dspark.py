@@ -1,0 +1,241 @@
+"""DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036) block drafters, in the form that SGLang, vLLM and speculators
+serve and train.
+
+Shapes: T tokens, n blocks of b places, Ht target hidden size, H head hidden size, A auxiliary layers, D draft
+vocabulary, V target vocabulary, r rank of the Markov bias.
+
+    position        0 ..  t            t+1          t+2       ..  t+b
+    token           x_0   x_t          x_{t+1}      mask          mask
+    keys, values    from the target's  from the block itself; all queries of the block see all of them
+                    features f_0..f_t
+    DSpark predicts                    x_{t+2}      x_{t+3}       x_{t+1+b}
+    DFlash predicts                    -            x_{t+2}       x_{t+b}
+
+The layers are Qwen3's. A query is the target's embedding of x_{t+1} or of one mask token; the features reach it by the
+attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r,
+`markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none. `heads/block.py` is
+our own form, which starts better with few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.heads.block import BlockDraftConfig, BlockDraftHead, Write
+from toolkit.heads.decoder_layer import DecoderLayer
+from toolkit.heads.draft_head import LayerCopy, OutputMatrix, Project, WarmStart
+from toolkit.heads.head_config import EngineNames, HeadError
+from toolkit.heads.rope import Rope
+
+if TYPE_CHECKING:  # serving does not import pydantic
+    from toolkit.train_settings import HeadSettings
+
+
+@dataclass(frozen=True)
+class DSparkConfig(BlockDraftConfig):
+    """mask_token_id: whose embedding the masks are. sample_from_anchor: the first place drafts too (DSpark), else the
+    masks alone do (DFlash). A markov_rank of 0 means no bias. confidence: the head says how sure a draft is;
+    confidence_with_markov: from what the bias reads, too. own_output: the head has an output matrix; else it scores by
+    the target's.
+
+    Raises ValueError as `BlockDraftConfig`, and for a mask token outside of the vocabulary, a confidence that reads a
+    bias which the head lacks, or a cut vocabulary without an output matrix.
+    """
+
+    kind = "dspark"
+    engine_names = EngineNames(sglang="DSPARK", vllm="dspark")
+
+    mask_token_id: int = 0
+    sample_from_anchor: bool = True
+    confidence: bool = True
+    confidence_with_markov: bool = True
+    own_output: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"dspark config: mask_token_id is {self.mask_token_id}; an id below vocab_size, {self.vocab_size}, is "
+                "needed"
+            )
+        if self.markov_rank < 0:
+            raise ValueError(f"dspark config: markov_rank is {self.markov_rank}; 0 (no bias) or more is needed")
+        if self.confidence and self.confidence_with_markov and not self.markov_rank:
+            raise ValueError("dspark config: confidence_with_markov is true, but markov_rank is 0; set it to false")
+        if not self.own_output and self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"dspark config: draft_vocab_size is {self.draft_vocab_size}, but a head without an output matrix drafts "
+                f"all {self.vocab_size} ids"
+            )
+
+    @property
+    def own_vocabulary(self) -> bool:  # type: ignore[override]
+        return self.own_output
+
+    @property
+    def drafts_at_once(self) -> int:
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def with_vocabulary(self, size: int) -> Self:
+        return replace(self, draft_vocab_size=size, own_output=True)
+
+    @classmethod
+    def from_settings(
+        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
+    ) -> Self:
+        """As `BlockDraftConfig.from_settings`. Without a setting the mask token is the last id of the vocabulary."""
+        built = super().from_settings(
+            settings, config, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, n_layers=n_layers
+        )
+        given = settings.mask_token_id
+        if given is not None and given >= vocab_size:
+            raise HeadError(f"train.head.mask_token_id is {given}; the target has the ids below {vocab_size}")
+        return replace(built, mask_token_id=vocab_size - 1 if given is None else given)
+
+    def serving_keys(self) -> dict[str, Any]:
+        return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}
+
+
+class MarkovHead(nn.Module):
+    """`markov_w1` [V, r] reads the token before, `markov_w2` [D, r] gives the bias."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = OutputMatrix(config.markov_rank, config.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(columns, 1)
+
+
+class DSparkHead(BlockDraftHead):
+    """`fc`, `hidden_norm`, `layers.N.*`, `norm`, `lm_head` (if own_output), `markov_head.{markov_w1, markov_w2}`,
+    `confidence_head.proj`, the names of DSpark's checkpoints. The embedding is the target's.
+
+    mask [1, H]: the embedding of the mask token, the target's; not stored with the head.
+    """
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+    mask: Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(config.feature_size, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, attention_bias=False, qk_norm=True) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=eps)
+        if config.own_output:
+            self.lm_head = OutputMatrix(width, config.draft_vocab_size, bias=False)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        columns = width + (config.markov_rank if config.confidence_with_markov else 0)
+        self.confidence_head = ConfidenceHead(columns) if config.confidence else None
+        self.has_confidence = config.confidence
+        self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        self.register_buffer("mask", torch.full((1, width), float("nan")), persistent=False)
+
+    @torch.no_grad()
+    def read_target(self, embed: Callable[[Tensor], Tensor]) -> None:
+        # In place: recorded rounds read it.
+        self.mask.copy_(embed(torch.tensor([self.config.mask_token_id], device=self.mask.device)))
+
+    def first_hidden(self, features: Tensor) -> Tensor:
+        """Features of the target [..., A*Ht] -> [..., H]: what the keys and values of every layer read."""
+        return self.hidden_norm(self.fc(features))
+
+    def write_context(self, hidden: Tensor, positions: Tensor, reach: int, write: Write) -> None:
+        """As `BlockDraftHead.write_context`; hidden [T, H]."""
+        cos, sin = self.rope(positions, hidden, reach)
+        layer: Any
+        for layer in self.layers:
+            write(*layer.self_attn.keys_values(hidden, cos, sin))
+
+    def queries(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """As `BlockDraftHead.queries`; `hidden` is not read."""
+        anchors = embeds.view(-1, self.config.block_size, embeds.shape[-1])[:, :1]
+        masks = self.mask.to(embeds.dtype).expand(len(anchors), self.config.block_size - 1, -1)
+        return torch.cat((anchors, masks), dim=1).flatten(0, 1)
+
+    # -- logits --------------------------------------------------------------------------------------------------------
+
+    def before(self, tokens: Tensor, embeds: Tensor) -> Tensor | None:
+        return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
+
+    def after(self, states: Tensor, tokens: Tensor, embeds: Tensor) -> Tensor:
+        """As `BlockDraftHead.after`: [..., H + r]."""
+        normed, before = self.normed(states), self.before(tokens, embeds)
+        return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
+
+    def bias_rows(self, scores: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight.T.clone()
+
+    def extended(self, project: Project) -> Project:
+        """`project` as it is called with outputs of `after` [T, H + r] and an output matrix [D, H], beside which stands
+        that of the bias: [D, H + r]."""
+        markov = self.markov_head
+        if markov is None:
+            return project
+
+        def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
+            if more and more[-1] is not None:
+                raise HeadError(
+                    "the target has a logit factor or soft cap, which other engines do not apply to the bias of a DSpark "
+                    "head; train a head with an output matrix of its own"
+                )
+            # A sharded weight is whole only inside its layer's forward.
+            return markov.markov_w2(
+                states, lambda x, bias: project(x, torch.cat((matrix, bias.to(matrix.dtype)), dim=1), *more)
+            )
+
+        return joined
+
+    def logits(self, states: Tensor, project: Project = F.linear) -> Any:
+        """Outputs of `after` [T, H + r] -> logits [T, D] with the Markov bias, or the result of `project`."""
+        if not self.config.own_output:
+            return super().logits(states, project)
+        return self.lm_head(states, self.extended(project))
+
+    @property
+    def other_rows(self) -> bool:
+        return self.markov_head is None
+
+    @torch.no_grad()
+    def map_rows(self, places: Tensor) -> None:
+        if self.markov_head is not None:
+            old = self.markov_head.markov_w2.weight
+            new = OutputMatrix(self.config.markov_rank, len(places), bias=False).to(old)
+            new.weight.copy_(old[places.clamp(min=0)] * (places >= 0).to(old.dtype)[:, None])
+            self.markov_head.markov_w2 = new
+
+    def confident(self, states: Tensor) -> Tensor | None:
+        if self.confidence_head is None:
+            return None
+        proj = self.confidence_head.proj
+        return proj(states[..., : proj.in_features].detach()).squeeze(-1)
+
+    def warm_start(self) -> WarmStart:
+        """Copy the target's last layers. `fc` gives the input of the first of them, whose norm is that of the context."""
+        count, first = len(self.layers), self.layers[0]
+        return WarmStart(
+            copies=[
+                LayerCopy(layer, number - count, prefix=f"layers.{number}.") for number, layer in enumerate(self.layers)
+            ],
+            last_norm=("norm.weight", self.norm),
+            solved=self.fc,
+            solved_reads=lambda _embeds, features: features,
+            ahead=False,
+            same_norms=[(self.hidden_norm, first.get_submodule("input_layernorm"))],
+        )
