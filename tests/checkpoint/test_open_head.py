@@ -290,9 +290,9 @@ def test_a_sliding_window_is_served_where_it_is_stated(make_eagle3, publish, tar
 
 def test_other_heads_and_models_are_named(make_eagle3, publish, target, tiny_target_directory):
     """An unknown kind must not be half read."""
-    dflash = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="dflash"))
-    with pytest.raises(DraftDirError, match="it is DFlash"):
-        open_head(dflash, target=target)
+    peagle = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="peagle"))
+    with pytest.raises(DraftDirError, match="it is P-EAGLE"):
+        open_head(peagle, target=target)
     with pytest.raises(DraftDirError, match="whole language model .* use it as `target`"):
         open_head(tiny_target_directory)
 

@@ -13,7 +13,16 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
-from toolkit.checkpoint.exported import NO_BIAS, NO_WINDOW, Builder, Exported, layer_keys, plain_rope
+from toolkit.checkpoint.exported import (
+    NO_BIAS,
+    NO_WINDOW,
+    Builder,
+    Exported,
+    layer_keys,
+    map_tensors,
+    plain_rope,
+    speculators_keys,
+)
 from toolkit.checkpoint.files import PICKLE
 from toolkit.checkpoint.gguf_head import MODEL_FILE
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
@@ -64,14 +73,12 @@ def _refuse_variants(config: Eagle3Config, to: str) -> None:
 
 
 def _eagle3_tensors(draft: DraftCheckpoint, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
-    """The head's tensors and its token map; the map of a whole vocabulary is left out, as every loader expects."""
+    """The head's tensors and its token map."""
     state = {
         (prefix + name.removeprefix("midlayer.")) if name.startswith("midlayer.") else name: value
         for name, value in draft.head.state_dict().items()
     }
-    if draft.token_map.size == draft.token_map.vocab_size:
-        return state
-    return {**state, "d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
+    return state | map_tensors(draft)
 
 
 def _norm_keys(config: Eagle3Config) -> dict[str, Any]:
@@ -127,22 +134,10 @@ def _eagle3_for_speculators(
             {},
             [f"{EMBEDDING} is left out ({error}): vLLM reads the target's, speculators' own loader needs it"],
         )
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return Exported(
         {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": facts.source, "architectures": [facts.architecture]},
-            },
+            **speculators_keys("eagle3", facts, draft_tokens),
             "transformer_layer_config": layer,
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,

@@ -50,17 +50,18 @@ def export_head(
     paths = local_paths(facts)
     hidden = paths if name is not None else []
     here, there = str(out.resolve()), name or out.name
-    launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (here, there))
+    launch, in_card = (launch_line(to, draft.head.config, facts, where, shape) for where in (here, there))
     if to == "toolkit" and facts.name in hidden:
         in_card += f" --target {PLACEHOLDER}"
     wanted: HeadConfig
+    left_out: tuple[str, ...]
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
     try:
         if to == "toolkit":
             notes = [one.line for one in draft.resolutions]
             _write_own(draft, temporary, facts, hidden)
-            back, wanted, added = load_draft(temporary), draft.head.config, {}
+            back, wanted, added, left_out = load_draft(temporary), draft.head.config, {}, ()
         else:
             draft, map_notes = _without_map(draft, to, temporary, here)
             result = exported(draft, to, facts, shape.chain)
@@ -68,8 +69,9 @@ def export_head(
             result.config = without_paths(result.config, hidden)
             _write(result, temporary, facts)
             back = import_head(read_checkpoint(temporary), facts=facts)
-            wanted, added = result.config_of_head, result.added
-        _check_same(draft, back, wanted, {**draft.head.state_dict(), **added})
+            wanted, added, left_out = result.config_of_head, result.added, result.left_out
+        state = {name: value for name, value in draft.head.state_dict().items() if name not in left_out}
+        _check_same(draft, back, wanted, {**state, **added})
         notes += warnings
         if paths:
             where = "the model card and config.json" if hidden else "the model card"
@@ -91,7 +93,7 @@ def _without_map(draft: DraftCheckpoint, to: str, directory: Path, out: str) -> 
     if draft.head.config.own_vocabulary or kept.size == kept.vocab_size:
         return draft, []
     note = f"the head was trained on {kept.size} ids; {to} drafts all {kept.vocab_size}"
-    if to == "sglang":
+    if to == "sglang" and not draft.head.config.drafts_at_once:
         save_freq_list(directory / f"freq_{kept.size}.pt", kept)
         note = f"SGLang drafts the {kept.size} ids of the head with --speculative-token-map {out}/freq_{kept.size}.pt"
     return replace(draft, token_map=TokenMap.identity(kept.vocab_size)), [note]

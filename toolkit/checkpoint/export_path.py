@@ -69,9 +69,10 @@ def _facts(draft: DraftCheckpoint, path: str, target: str | None) -> TargetFacts
 
 
 def _shape(text: str | None, draft: DraftCheckpoint) -> Shape:
-    """The shape asked for, else the best measured one, else the default."""
+    """The shape asked for, else the best measured one, else the default; of a block drafter its whole block."""
     measured: Any = draft.meta.get("measured") or {}
-    named = text or measured.get("best_shape") or DEFAULT_SHAPE
+    block = draft.head.config.drafts_at_once
+    named = text or measured.get("best_shape") or (f"{block},1,{block + 1}" if block else DEFAULT_SHAPE)
     words = SHAPE_PRESETS.get(named, named).split(",")
     if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
         raise ExportError(

@@ -21,7 +21,7 @@ NO_BIAS = "its loader has no such bias, or also creates one for o_proj and leave
 @dataclass
 class Exported:
     """The content of an export. config_of_head: the config that must be read back. added: tensors that are not the
-    head's own."""
+    head's own. left_out: names of the head's tensors that are the target's, too."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -29,6 +29,7 @@ class Exported:
     weights: str = SAFETENSORS
     added: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
 
 
 # (head, its config as it is written, facts of the target, length of a chain) -> what is written.
@@ -60,6 +61,32 @@ def layer_keys(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": name,
         **config.window_keys(),
+    }
+
+
+def map_tensors(draft: DraftCheckpoint) -> dict[str, torch.Tensor]:
+    """The token map; that of a whole vocabulary is left out, as every loader expects."""
+    if draft.token_map.size == draft.token_map.vocab_size:
+        return {}
+    return {"d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
+
+
+def speculators_keys(algorithm: str, facts: TargetFacts, draft_tokens: int) -> dict[str, Any]:
+    """The keys by which speculators and vLLM know the algorithm and its target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": facts.source, "architectures": [facts.architecture]},
+        },
     }
 
 

@@ -28,9 +28,12 @@ CONFIG = "config.json"
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = {SAFETENSORS: "model.safetensors.index.json", PICKLE: "pytorch_model.bin.index.json"}
 HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
-DRAFT_KEYS = {"toolkit", "draft_vocab_size", "speculators_model_type", "eagle_config", "dflash_config"}
+DRAFT_KEYS = {
+    "toolkit", "draft_vocab_size", "speculators_model_type", "eagle_config", "dflash_config", "target_layer_ids",
+}  # fmt: skip
 # Code in a repository is never run, so it is never downloaded.
-WANTED = ["*.json", "*.safetensors", "*.bin", "*.md"]
+MASK_EMBEDDING = "mask_embedding.pt"  # beside some DFlash checkpoints
+WANTED = ["*.json", "*.safetensors", "*.bin", "*.md", MASK_EMBEDDING]
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ def read_checkpoint(directory: Path) -> CheckpointFiles:
         if twice:
             raise WeightsError(f"{directory / name} holds {', '.join(twice[:5])} a second time; each is needed once")
         tensors |= part
+    if (mask := directory / MASK_EMBEDDING).is_file():
+        tensors |= load_pickle(mask, alone=mask.stem)
     return CheckpointFiles(directory, config, tensors, names)
 
 
@@ -182,8 +187,9 @@ def weights_sha256(directory: Path, names: Sequence[str]) -> str:
     return next(iter(hashes.values())) if len(hashes) == 1 else sha256_json(hashes)
 
 
-def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a torch.save file. weights_only: a pickle may hold any code, and none of it runs."""
+def load_pickle(path: Path, alone: str | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a torch.save file; `alone`: the name of a tensor that is no mapping. weights_only: a pickle may hold
+    any code, and none of it runs."""
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; a file of weights is needed there")
     try:
@@ -194,6 +200,8 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
             f"{path} ({path.stat().st_size} bytes) cannot be read as tensors: {first}. The file is truncated, or holds "
             "other objects than tensors, which are never loaded"
         ) from error
+    if alone is not None and isinstance(stored, torch.Tensor):
+        stored = {alone: stored}
     if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
         raise WeightsError(f"{path} holds {type(stored).__name__}; a flat mapping of names to tensors is needed")
     return stored

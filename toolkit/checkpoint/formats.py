@@ -10,9 +10,11 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.errors import ExportError
+from toolkit.checkpoint.export_dspark import BUILDERS as DSPARK
 from toolkit.checkpoint.export_eagle2 import BUILDERS as EAGLE2
 from toolkit.checkpoint.export_eagle3 import BUILDERS as EAGLE3
 from toolkit.checkpoint.exported import Builder, Exported
+from toolkit.checkpoint.import_dspark import import_dspark
 from toolkit.checkpoint.import_eagle2 import import_eagle2
 from toolkit.checkpoint.import_eagle3 import import_eagle3
 from toolkit.checkpoint.resolution import Resolver
@@ -47,9 +49,14 @@ FORMATS = {
         EAGLE2,
         "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
     ),
+    "dspark": Formats(
+        import_dspark,
+        DSPARK,
+        "SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
+    ),
     "block": Formats(
         why_not="its queries read the last hidden states and a vector of each mask, those of DFlash and DSpark models "
-        "neither, so no weights of theirs draft the same; serve it with `toolkit serve`"
+        "neither, so no weights of theirs draft the same; serve it with `toolkit serve`, or train a dspark head"
     ),
     "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }

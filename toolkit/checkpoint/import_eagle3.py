@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.import_parts import Tensors, check_aux_layers, read_token_map, renamed, target_width
 from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, note_unread, q_rows, refuse_unless
 from toolkit.checkpoint.recognise import eagle3_name
 from toolkit.checkpoint.resolution import Resolver
@@ -39,7 +40,6 @@ READ_NESTED = frozenset(
     {AUX_KEY, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"}
     | {"fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output", "bias", "attention_bias"}
 )  # fmt: skip
-Tensors = dict[str, torch.Tensor]
 
 
 def import_eagle3(
@@ -52,18 +52,13 @@ def import_eagle3(
     """
     speculators = "transformer_layer_config" in config
     layer = {**config["transformer_layer_config"]} if speculators else dict(config)
-    tensors = _renamed(stored, resolver)
+    tensors = renamed(stored, eagle3_name, DROPPED, resolver)
     embedding = tensors.pop(EMBEDDING, None)
     note_embedding(embedding, resolver)
     _check_structure(config, layer, tensors, resolver)
     shapes = layer_settings(layer, q_rows(tensors, "midlayer."), resolver)
-    target_hidden = config.get("target_hidden_size") or shapes["hidden_size"]
-    if target_hidden != shapes["hidden_size"]:
-        raise DraftDirError(
-            f"config.json: the head is {shapes['hidden_size']} wide and its target {target_hidden}; such a head needs "
-            "a token embedding of its own, which is not supported"
-        )
-    token_map = _token_map(config, shapes["vocab_size"], tensors, resolver)
+    target_hidden = target_width(config, shapes)
+    token_map = read_token_map(config, shapes["vocab_size"], tensors, resolver)
     settings = {
         **shapes,
         "target_hidden_size": target_hidden,
@@ -77,20 +72,6 @@ def import_eagle3(
         return Eagle3Config(**settings), tensors, token_map, embedding
     except ValueError as error:
         raise DraftDirError(str(error)) from error
-
-
-def _renamed(stored: Mapping[str, torch.Tensor], resolver: Resolver) -> Tensors:
-    """The tensors under our names, without those that belong to the target."""
-    tensors: Tensors = {}
-    for theirs, value in stored.items():
-        ours = eagle3_name(theirs)
-        if ours in tensors:
-            raise WeightsError(f"its weights hold {ours} twice, once as {theirs}; each is needed once")
-        if ours in DROPPED:
-            resolver.note(theirs, "left out", "the target's own, or computed from the config; no part of the head")
-        else:
-            tensors[ours] = value
-    return tensors
 
 
 def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Tensors, resolver: Resolver) -> None:
@@ -134,35 +115,6 @@ def _layers(layer: Mapping[str, Any], stored: Iterable[str], tensors: Tensors, r
     return found
 
 
-def _token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:
-    """d2t and t2d, taken out of `tensors`; without d2t the whole vocabulary."""
-    rows = tensors["lm_head.weight"].shape[0]
-    size = config.get("draft_vocab_size")
-    if size is None:
-        size = rows
-        resolver.note("draft_vocab_size", size, "not in the config: lm_head's rows")
-    if size != rows:
-        raise WeightsError(f"wrong shape: lm_head.weight has {rows} rows, draft_vocab_size is {size}")
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if t2d is not None and t2d.numel() != vocab_size:
-        raise WeightsError(f"wrong shape: t2d is over {t2d.numel()} ids, vocab_size is {vocab_size}")
-    if d2t is None:
-        if size != vocab_size:
-            raise WeightsError(
-                f"missing: d2t. The draft vocabulary has {size} of {vocab_size} ids, and nothing says which"
-            )
-        resolver.note("d2t", "identity", "absent, and the draft vocabulary is the whole one")
-        return TokenMap.identity(vocab_size)
-    if d2t.numel() != size:
-        raise WeightsError(f"wrong shape: d2t has {d2t.numel()} entries, the draft vocabulary {size}")
-    token_map = TokenMap.from_d2t(d2t, vocab_size)
-    if t2d is None:
-        resolver.note("t2d", "from d2t", "absent; d2t says the same")
-    elif not torch.equal(token_map.t2d, t2d.bool()):
-        raise WeightsError("d2t and t2d do not describe the same draft vocabulary; export the head again")
-    return token_map
-
-
 def _aux_layer_ids(
     config: Mapping[str, Any], tensors: Tensors, target_hidden: int, resolver: Resolver, facts: TargetFacts | None
 ) -> tuple[int, ...]:
@@ -199,16 +151,7 @@ def _aux_layer_ids(
             f"try --set aux_layer_ids={usual}"
         )
     ids = tuple(resolver.settle("aux_layer_ids", ids, rule, warning=shifted))
-    if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: ascending, distinct ids are needed")
-    if facts is not None and ids[-1] > facts.n_layers:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: the target {facts.name} has {facts.n_layers} layers")
-    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else len(ids) * target_hidden
-    if width != len(ids) * target_hidden:
-        raise WeightsError(
-            f"wrong shape: fc.weight reads {width} values, {len(ids)} auxiliary layers of {target_hidden} are "
-            f"{len(ids) * target_hidden}; aux_layer_ids {list(ids)} or target_hidden_size is not the head's"
-        )
+    check_aux_layers(ids, tensors, target_hidden, facts)
     return ids
 
 

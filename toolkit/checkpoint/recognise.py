@@ -19,19 +19,29 @@ OUR_NAMES = {
     "draft_id_to_target_id": "d2t",
 }
 OTHER_HEADS = {
-    "dflash": "DFlash (a block drafter of other arithmetic than a `block` head's)",
-    "dspark": "DSpark (a block drafter of other arithmetic than a `block` head's)",
+    "dflash2": "DFlash2 (grouped convolutions and a selector of candidates)",
+    "dflash": "a DFlash drafter of another architecture than Qwen3's",
+    "dspark": "a DSpark drafter of another architecture than Qwen3's",
     "peagle": "P-EAGLE (a parallel drafter)",
     "medusa": "Medusa heads",
     "mlp_speculator": "an MLP speculator",
     "mtp": "MTP layers in speculators' form",
     "eagle": "EAGLE-1 in speculators' first form",
 }
+# Kinds of speculators -> ours.
+SPECULATORS = {"eagle3": "eagle3", "dflash": "dspark", "dspark": "dspark"}
+# Block drafters with Qwen3's layers -> what wrote them.
+BLOCK_DRAFTERS = {
+    "DFlashDraftModel": "z-lab, SGLang or vLLM",
+    "DSparkDraftModel": "SGLang or vLLM",
+    "Qwen3DSparkModel": "DeepSpec, SGLang or vLLM",
+    "LingDSparkModel": "DeepSpec",
+}
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """format: toolkit, speculators, eagle3 or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
+    """format: toolkit, speculators, eagle3, dspark or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
 
     format: str
     head: str
@@ -45,9 +55,12 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
         return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
     kind = config.get("speculators_model_type")
     if kind is not None:
-        if kind != "eagle3":
+        if kind not in SPECULATORS:
             raise _unknown(OTHER_HEADS.get(str(kind), f"speculators_model_type {kind!r}"))
-        return Recognised("speculators", "eagle3", "speculators")
+        return Recognised("speculators", SPECULATORS[kind], "speculators")
+    for architecture in config.get("architectures") or []:
+        if architecture in BLOCK_DRAFTERS:
+            return Recognised("dspark", "dspark", BLOCK_DRAFTERS[architecture])
     _refuse_others(config, names)
     if any(name.startswith(("midlayer.", "layers.0.")) and "hidden_norm" in name for name in names):
         return Recognised("eagle3", "eagle3", _eagle3_writer(config, names))
@@ -105,4 +118,6 @@ def eagle3_name(name: str) -> str:
 
 
 def _unknown(what: str) -> DraftDirError:
-    return DraftDirError(f"it is {what}; only EAGLE-1/2 heads, EAGLE-3 heads and our own draft directories can be read")
+    return DraftDirError(
+        f"it is {what}; only EAGLE-1/2, EAGLE-3, DFlash and DSpark heads and our own draft directories can be read"
+    )

@@ -33,8 +33,8 @@ ALIASES = {
     "speculative_algorithm": Alias(
         None,
         "NAME",
-        "SGLang's: EAGLE, EAGLE3, NEXTN or DSPARK (the head of --draft, which must be of that kind; EAGLE and NEXTN "
-        "without --draft: the target's own MTP module), or NGRAM for --draft ngram",
+        "SGLang's: EAGLE, EAGLE3, NEXTN, DFLASH or DSPARK (the head of --draft, which must be of that kind; EAGLE and "
+        "NEXTN without --draft: the target's own MTP module), or NGRAM for --draft ngram",
     ),
     "speculative_draft_model_path": Alias("draft", "DIR", "SGLang's --draft"),
     "speculative_draft_model": Alias("draft", "DIR", "SGLang's --draft"),
@@ -57,8 +57,11 @@ ALIASES = {
     "enforce_eager": Alias("disable_cuda_graph", None, "vLLM's --disable-cuda-graph", value=True),
 }
 # SGLang's algorithms and vLLM's methods -> kinds of heads
-ALGORITHMS = {"EAGLE": ("eagle2", "mtp"), "EAGLE3": ("eagle3",), "NEXTN": ("mtp",), "DSPARK": ("block",)}
-METHODS = {"eagle": ("eagle2",), "eagle3": ("eagle3",), "mtp": ("mtp",), "dspark": ("block",)}
+BLOCKS = ("dspark", "block")
+ALGORITHMS = {
+    "EAGLE": ("eagle2", "mtp"), "EAGLE3": ("eagle3",), "NEXTN": ("mtp",), "DFLASH": ("dspark",), "DSPARK": BLOCKS,
+}  # fmt: skip
+METHODS = {"eagle": ("eagle2",), "eagle3": ("eagle3",), "mtp": ("mtp",), "dflash": ("dspark",), "dspark": BLOCKS}
 
 _LOSSLESS = "drafts never change the distribution of answers here: leave it out, or choose a rule with --verify"
 _HEADS = "the head and its layers are read from its checkpoint: leave it out"
@@ -79,7 +82,7 @@ REFUSED = {
     "speculative-attention-mode": _ONE_ATTENTION,
     "speculative-adaptive-config": _BY_LOAD,
     "speculative-ngram-*": _LOOKUP,
-    "speculative-dflash-*": "DFlash checkpoints are not read; heads of the kind block are this project's own",
+    "speculative-dflash-*": "a block is read from its checkpoint; --shape S,1,N drafts fewer tokens of it",
     "speculative-dspark-*": "a block is read from its checkpoint; --draft-confidence ends its chains early",
     "speculative-model": "use --draft",
     "speculative-*": "drafting is set by --draft, --shape, --adaptive, --lookup and --verify",

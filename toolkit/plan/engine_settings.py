@@ -83,10 +83,11 @@ def check_servable(engine: str, draft: DraftCheckpoint) -> None:
 
 
 def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:
-    path = None if draft.head.config.in_target else EXPORTED
+    config = draft.head.config
+    path = None if config.in_target else EXPORTED
     if engine == "sglang":
-        words, kept = sglang_speculation(draft.kind, path, shape), draft.token_map
-        if not draft.head.config.own_vocabulary and kept.size < kept.vocab_size:
+        words, kept = sglang_speculation(draft.kind, path, shape, config), draft.token_map
+        if not config.own_vocabulary and kept.size < kept.vocab_size:
             words += ["--speculative-token-map", f"{EXPORTED}/freq_{kept.size}.pt"]
         return shlex.join(words)
-    return f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(draft.kind, path, shape)))}"
+    return f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(draft.kind, path, shape, config)))}"

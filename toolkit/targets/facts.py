@@ -119,6 +119,12 @@ def target_embedding(facts: TargetFacts) -> torch.Tensor:
     return read_tensors(facts, found)[found[0]]
 
 
+def target_output(facts: TargetFacts) -> torch.Tensor:
+    """The output matrix [V, H] in its stored dtype; the embedding where none is stored. Raises `TargetError`."""
+    found = [name for name in tensor_names(facts) if name.endswith("lm_head.weight") and not NAMED_MTP.search(name)]
+    return read_tensors(facts, found)[found[0]] if len(found) == 1 else target_embedding(facts)
+
+
 def read_tensors(facts: TargetFacts, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The named tensors of the target's safetensors weights, in their stored dtype; no other tensor is read.
 

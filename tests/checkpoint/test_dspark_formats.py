@@ -1,0 +1,353 @@
+"""DFlash and DSpark checkpoints of other projects: read, refused in words, and written to the same bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.errors import DraftDirError, ExportError
+from toolkit.checkpoint.export_head import export_head as export
+from toolkit.checkpoint.export_path import export_path
+from toolkit.checkpoint.files import looks_like_target
+from toolkit.checkpoint.launch_lines import Shape
+from toolkit.checkpoint.open_head import open_head
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import WeightsError, load_tensors, save_tensors
+
+CHAIN = Shape(4, 1, 5)
+SHARED = {"own_output": False, "cut": False}
+DFLASH = {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "confidence_with_markov": False}
+
+
+@pytest.fixture
+def make(tiny_target):
+    """A random DSpark head of the tiny target with the map of 160 ids, or of all, and any of the variants."""
+
+    def build(cut: bool = True, **variants) -> DraftCheckpoint:
+        torch.manual_seed(9)
+        size = tiny_target.vocab_size
+        kept = TokenMap.from_ids(range(3, 163), size) if cut else TokenMap.identity(size)
+        config = DSparkConfig.from_target_config(
+            tiny_target.config, vocab_size=size, draft_vocab_size=kept.size,
+            **{"aux_layer_ids": (1, 2, 3), "num_hidden_layers": 2, "block_size": 5, "markov_rank": 4,
+               "mask_token_id": 7, **variants},
+        )  # fmt: skip
+        head = DSparkHead(config).eval().requires_grad_(False)
+        for name, value in head.named_parameters():
+            if "norm" in name:
+                value.copy_(torch.rand_like(value) + 0.5)
+        return DraftCheckpoint(head, kept)
+
+    return build
+
+
+def check_same(draft: DraftCheckpoint, directory) -> None:
+    read = open_head(directory)
+    assert read.head.config == draft.head.config and read.token_map == draft.token_map
+    state = read.head.state_dict()
+    assert state.keys() == draft.head.state_dict().keys()
+    for name, value in draft.head.state_dict().items():
+        assert torch.equal(state[name], value) and state[name].dtype == value.dtype
+
+
+ROUND_TRIPS = [
+    *((to, {}) for to in ("vllm", "speculators", "toolkit")),
+    *((to, {"cut": False}) for to in ("vllm", "speculators", "toolkit")),
+    *((to, SHARED) for to in ("sglang", "vllm", "speculators", "toolkit")),
+    *((to, {**SHARED, **DFLASH}) for to in ("sglang", "vllm", "speculators", "toolkit")),
+    *((to, DFLASH) for to in ("vllm", "speculators", "toolkit")),
+    *((to, {**SHARED, "sample_from_anchor": False}) for to in ("sglang", "vllm", "speculators")),
+    *((to, {**SHARED, "confidence_with_markov": False}) for to in ("sglang", "vllm", "speculators")),
+    *(
+        (to, {**SHARED, "confidence": False, "confidence_with_markov": False})
+        for to in ("sglang", "vllm", "speculators")
+    ),
+    ("vllm", {**SHARED, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+]
+
+
+@pytest.mark.parametrize(("to", "variants"), ROUND_TRIPS)
+def test_round_trip(make, tiny_facts, tmp_path, to, variants):
+    """ours -> theirs -> ours: the same bits, token map and settings."""
+    variants = dict(variants)
+    rope = variants.pop("rope_parameters", None)
+    draft = make(**variants)
+    if rope is not None:
+        draft = DraftCheckpoint(
+            DSparkHead(DSparkConfig.from_dict({**draft.head.config.to_dict(), "rope_parameters": rope})),
+            draft.token_map,
+        )
+    draft.head.to(torch.bfloat16)
+    export(draft, to, tmp_path / "out", tiny_facts, CHAIN)
+    check_same(draft, tmp_path / "out")
+
+
+def config_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+class TestWhatLoadersRead:
+    """The keys and names, as read in the loaders' sources."""
+
+    def test_dspark(self, make, tiny_facts, tmp_path):
+        launch, _ = export(make(**SHARED), "sglang", tmp_path / "o", tiny_facts, CHAIN)
+        config, names = config_of(tmp_path / "o"), load_tensors(tmp_path / "o" / "model.safetensors").keys()
+        assert config["architectures"] == ["Qwen3DSparkModel"] and config["model_type"] == "qwen3"
+        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["target_layer_ids"] == [0, 1, 2]
+        assert config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [0, 1, 2]}
+        assert config["markov_rank"] == 4 and config["markov_head_type"] == "vanilla"
+        assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
+        assert config["layer_types"] == ["full_attention"] * 2
+        assert {"fc.weight", "hidden_norm.weight", "norm.weight", "markov_head.markov_w1.weight"} <= names
+        assert {
+            "confidence_head.proj.bias",
+            "layers.1.self_attn.q_norm.weight",
+        } <= names and "lm_head.weight" not in names
+        assert "--speculative-algorithm DSPARK" in launch and launch.endswith("--speculative-dspark-block-size 4")
+
+    def test_dflash(self, make, tiny_facts, tmp_path):
+        launch, _ = export(make(**SHARED, **DFLASH), "sglang", tmp_path / "o", tiny_facts, Shape(9, 1, 10))
+        config = config_of(tmp_path / "o")
+        assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 5
+        assert "markov_rank" not in config
+        assert "--speculative-algorithm DFLASH" in launch and launch.endswith("--speculative-dflash-block-size 5")
+
+    def test_vllm(self, make, tiny_facts, tmp_path):
+        launch, _ = export(make(), "vllm", tmp_path / "o", tiny_facts, CHAIN)
+        assert '"method": "dspark"' in launch and '"num_speculative_tokens": 4' in launch
+        assert {"d2t", "lm_head.weight"} <= load_tensors(tmp_path / "o" / "model.safetensors").keys()
+        launch, _ = export(make(**DFLASH), "vllm", tmp_path / "f", tiny_facts, CHAIN)
+        assert '"method": "dflash"' in launch
+
+    @pytest.mark.parametrize(("to", "block"), [("vllm", 4), ("speculators", 5)])
+    def test_a_block_whose_first_place_drafts_nothing(self, make, tiny_facts, tmp_path, to, block):
+        """SGLang's and vLLM's DSpark count drafts, speculators places."""
+        export(make(sample_from_anchor=False), to, tmp_path / "o", tiny_facts, CHAIN)
+        assert config_of(tmp_path / "o")["block_size"] == block
+
+    def test_speculators(self, make, tiny_facts, tmp_path):
+        export(make(), "speculators", tmp_path / "o", tiny_facts, CHAIN)
+        config = config_of(tmp_path / "o")
+        assert config["speculators_model_type"] == "dspark" and config["aux_hidden_state_layer_ids"] == [1, 2, 3]
+        assert config["sample_from_anchor"] is True and config["sliding_window_non_causal"] is True
+        assert config["transformer_layer_config"]["model_type"] == "qwen3"
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+        export(make(**DFLASH), "speculators", tmp_path / "f", tiny_facts, CHAIN)
+        assert config_of(tmp_path / "f")["speculators_model_type"] == "dflash"
+
+
+@pytest.mark.parametrize(
+    ("to", "variants", "says"),
+    [
+        ("sglang", {}, "output matrix of its own, which cannot be written for sglang"),
+        ("sglang", {"cut": False}, "output matrix of its own, which cannot be written for sglang"),
+        ("vllm", {"markov_rank": 0, "confidence": False}, "no Markov bias and drafts from its first place"),
+        ("vllm", {**DFLASH, "confidence": True}, "DFlash has no confidence"),
+        ("sglang", {**SHARED, "aux_layer_ids": (0, 2, 3)}, "supports only ids from 1 to"),
+        ("eagle", {}, "cannot be written for eagle: SafeAILab's code and llama.cpp have no such model"),
+        ("gguf", {}, "cannot be written for gguf"),
+    ],
+)
+def test_what_an_engine_would_change_is_refused(make, tiny_facts, tmp_path, to, variants, says):
+    with pytest.raises(ExportError, match=says):
+        export(make(**variants), to, tmp_path / "o", tiny_facts, CHAIN)
+    assert not (tmp_path / "o").exists()
+
+
+def test_sglang_takes_a_head_whose_matrix_is_the_targets(make, tiny_target, tiny_facts, tmp_path):
+    """As `train.head.lm_head=frozen` trains it on all ids; SGLang reads the target's."""
+    draft = make(cut=False)
+    draft.head.lm_head.weight.copy_(tiny_target.lm_head.weight)
+    export(draft, "sglang", tmp_path / "o", tiny_facts, CHAIN)
+    read = open_head(tmp_path / "o").head
+    assert not read.config.own_output and torch.equal(read.fc.weight, draft.head.fc.weight)
+
+
+def test_the_launch_line_drafts_the_whole_block(make, tiny_facts, tmp_path):
+    export(make(), "toolkit", tmp_path / "ours", tiny_facts, CHAIN)
+    _, launch, _ = export_path(str(tmp_path / "ours"), "vllm", tmp_path / "o", settings={})
+    assert '"num_speculative_tokens": 5' in launch
+
+
+# -- checkpoints as others write them ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def publish(make, tiny_facts, tmp_path):
+    """Writes a head as another project does, with changes of its keys and tensors (None: left out)."""
+
+    def write(form: str, changes=None, **variants):
+        draft = make(**{**SHARED, **variants})
+        own, state = draft.head.config, {name: value.clone() for name, value in draft.head.state_dict().items()}
+        outputs = [i - 1 for i in own.aux_layer_ids]
+        layer = {
+            "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "torch_dtype": "float32", "use_sliding_window": False,
+            "layer_types": ["full_attention"] * 2, "sliding_window": None, "max_window_layers": 5,
+            **{key: getattr(own, key) for key in (
+                "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
+                "head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size")},
+        }  # fmt: skip
+        markov = {
+            "markov_rank": own.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": own.confidence,
+            "confidence_head_with_markov": own.confidence_with_markov,
+        }  # fmt: skip
+        nested = {"target_layer_ids": outputs, "mask_token_id": own.mask_token_id}
+        config = {
+            "z-lab": {**layer, "architectures": ["DFlashDraftModel"], "block_size": own.block_size,
+                      "num_target_layers": tiny_facts.n_layers, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+                      "dflash_config": nested},
+            "z-lab-new": {**layer, "architectures": ["DFlashDraftModel"],
+                          "dflash_config": {**nested, "block_size": own.block_size}},
+            "deepspec": {**layer, "architectures": ["Qwen3DSparkModel"], "block_size": own.block_size, **markov,
+                         **nested},
+            "sglang": {**layer, "architectures": ["DSparkDraftModel"], "block_size": own.block_size,
+                       "dflash_config": {**nested, **markov}},
+            "speculators": {
+                "architectures": ["DSparkSpeculator"], "speculators_version": "0.9.0", **markov,
+                "speculators_model_type": "dspark" if own.markov_rank else "dflash", "transformer_layer_config": layer,
+                "draft_vocab_size": own.draft_vocab_size, "block_size": own.block_size, "target_hidden_size": None,
+                "aux_hidden_state_layer_ids": list(own.aux_layer_ids), "mask_token_id": own.mask_token_id,
+                "sliding_window_non_causal": False, "sample_from_anchor": own.sample_from_anchor,
+            },
+        }[form]  # fmt: skip
+        if own.own_output:
+            state |= {"d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
+        for key, value in (changes or {}).items():
+            place = state if isinstance(value, torch.Tensor) or key in state else config
+            if value is None:
+                del place[key]
+            else:
+                place[key] = value
+        directory = tmp_path / f"{form}-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        save_tensors(directory / "model.safetensors", state)
+        return draft, directory
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("form", "variants"),
+    [
+        ("z-lab", DFLASH),
+        ("z-lab-new", DFLASH),
+        ("deepspec", {}),
+        ("sglang", {}),
+        ("speculators", {}),
+        ("speculators", DFLASH),
+        ("speculators", {"own_output": True, "cut": True}),
+        ("speculators", {"sample_from_anchor": False}),
+    ],
+)
+def test_forms_of_others(publish, form, variants):
+    draft, directory = publish(form, **variants)
+    check_same(draft, directory)
+    assert not looks_like_target(config_of(directory))
+    assert [one.line for one in open_head(directory).resolutions if one.warning] == []
+
+
+def test_a_block_that_counts_drafts(publish):
+    """SGLang queries one place more than block_size where the first place drafts nothing."""
+    _, directory = publish("deepspec", {"sample_from_anchor": False, "dspark_bonus_anchor": True})
+    config = open_head(directory).head.config
+    assert config.block_size == 6 and config.drafts_at_once == 5 and not config.sample_from_anchor
+
+
+def test_speculators_default_of_the_first_place_is_doubted(publish):
+    """Its class reads an absent key as true, vLLM as false."""
+    _, directory = publish("speculators", {"sample_from_anchor": None})
+    (line,) = [one for one in open_head(directory).resolutions if one.key == "sample_from_anchor"]
+    assert line.value is True and line.warning and "--set sample_from_anchor=false" in line.line
+    said = open_head(directory, overrides={"sample_from_anchor": False})
+    assert not said.head.config.sample_from_anchor
+
+
+MIXED = ["sliding_attention", "full_attention"]
+W1, Q, K = "markov_head.markov_w1.weight", "layers.0.self_attn.q_proj", "layers.0.self_attn"
+REFUSED = [
+    ({"layer_types": MIXED, "sliding_window": 64}, "a sliding window"),
+    ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "a sliding window"),
+    ({"use_swa": True}, "use_swa is True"),
+    ({"is_causal": True}, "is_causal is True"),
+    ({"dflash_config": {"causal": True}}, "causal is True"),
+    ({"attention_bias": True}, "attention_bias is True"),
+    ({f"{Q}.bias": torch.zeros(64)}, "biases in its attention"),
+    ({"attention_sink_bias": True}, "attention_sink_bias is True"),
+    ({f"{K}.sinks": torch.zeros(4)}, "attention sinks"),
+    ({"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5"),
+    ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+    ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
+    ({"markov_head.gate_proj.weight": torch.zeros(4, 68)}, "a gated Markov bias"),
+    ({f"{K}.qkv_proj.weight": torch.zeros(128, 64)}, "a fused qkv_proj"),
+    ({f"{K}.g_proj.weight": torch.zeros(4, 64)}, "gated attention"),
+    ({"conv_kernel_size": 4}, "conv_kernel_size is 4"),
+    ({"architectures": ["DFlash2DraftModel"]}, "it is DFlash2"),
+    ({"architectures": ["Gemma4DSparkModel"]}, "another architecture than Qwen3's"),
+    ({"architectures": ["Gemma4DFlashModel"]}, "a DFlash drafter of another architecture than Qwen3's"),
+    ({"model_type": "gemma4"}, "model_type is 'gemma4'"),
+    ({f"{K}.q_norm.weight": None}, "lacks layers.0.self_attn.q_norm.weight"),
+    ({"projector_type": "domino"}, "projector_type is 'domino'"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+    ({"target_hidden_size": 128}, "64 wide and its target 128"),
+    ({"mask_token_id": None}, "states no mask_token_id"),
+    ({"target_layer_ids": None}, "states no layers of the target"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "are different layers"),
+    ({"target_layer_ids": [0, 1]}, "2 auxiliary layers of 64 are 128"),
+    ({"block_size": None}, "states no block_size"),
+    ({"dflash_config": {"block_size": 9}}, "block_size is 5, and in dflash_config 9"),
+    ({"markov_rank": 8}, "markov_rank is 8, but markov_head.markov_w1.weight has 4 columns"),
+    ({W1: None, "markov_head.markov_w2.weight": None}, "markov_rank is 4, but markov_head.markov_w1.weight is absent"),
+    ({"confidence_head_with_markov": False}, "confidence_head_with_markov is False"),
+    ({"confidence_head.proj.weight": torch.zeros(1, 9)}, "reads 9 values; 64 or 68 are needed"),
+    ({"sample_from_anchor": True, "dspark_bonus_anchor": True}, "are both True"),
+    ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the weights have 2"),
+    ({"draft_vocab_size": 160}, "missing: lm_head.weight"),
+    ({"mask_embedding": torch.zeros(64)}, "mask_embedding of its own"),
+    ({"extra.weight": torch.zeros(2)}, "unexpected: extra.weight"),
+    ({"norm.weight": None}, "missing: norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_cannot_be_the_head_is_refused_with_the_cause(publish, changes, says):
+    """Each of these some engine skips in silence, or computes another way."""
+    _, directory = publish("deepspec", changes)
+    with pytest.raises((DraftDirError, WeightsError)) as caught:
+        open_head(directory)
+    assert says in str(caught.value)
+
+
+def test_other_kinds_of_speculators_are_named(publish):
+    _, directory = publish("speculators", {"speculators_model_type": "dflash2"})
+    with pytest.raises(DraftDirError, match="it is DFlash2"):
+        open_head(directory)
+
+
+def test_what_is_not_stated_can_be_given(publish):
+    _, directory = publish("deepspec", {"mask_token_id": None, "target_layer_ids": None})
+    config = open_head(directory, overrides={"mask_token_id": 7, "aux_layer_ids": (1, 2, 3)}).head.config
+    assert config.mask_token_id == 7 and config.aux_layer_ids == (1, 2, 3)
+
+
+def test_a_mask_embedding_that_is_the_vocabularys_row(publish, tiny_target, tiny_target_directory):
+    """The target's row of the mask token is what the head reads anyway."""
+    row = tiny_target.embed_tokens.weight[7].detach().clone()
+    draft, directory = publish("deepspec", {"mask_embedding": row})
+    read = open_head(directory, target=str(tiny_target_directory))
+    assert read.head.config == draft.head.config
+    _, directory = publish("z-lab", **DFLASH)
+    torch.save(torch.zeros(64), directory / "mask_embedding.pt")
+    with pytest.raises(DraftDirError, match="mask_embedding of its own"):
+        open_head(directory, target=str(tiny_target_directory))
+
+
+def test_an_embedding_of_its_own_is_kept_for_the_comparison(publish, tiny_target):
+    _, directory = publish("deepspec", {"embed_tokens.weight": torch.randn(tiny_target.vocab_size, 64)})
+    assert open_head(directory).own_embedding is not None
