@@ -16,8 +16,10 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.targets.facts import target_facts
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.ttt import unroll
 from toolkit.weights import load_tensors
 
@@ -104,6 +106,98 @@ def test_speculators(inputs, written, check, variants):
     aux, ids = inputs
     module(aux, ids[None, 1 : T + 1], torch.zeros(1, T, dtype=torch.long), ttt_steps=STEPS)
     check(head, "speculators", variants, said)
+
+
+DFLASH = {"markov_rank": 0, "confidence": False, "confidence_with_markov": False, "sample_from_anchor": False}
+BLOCK, ANCHORS = 5, 6
+
+
+def block_of(head, target, features, ids, anchor: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits [drafts, D] and confidences of the block that begins with the token at `anchor`, by dense attention."""
+    head.read_target(target.embed_tokens)
+    size, context = head.config.block_size, []
+    hidden = head.first_hidden(features[:anchor])
+    head.write_context(hidden, torch.arange(anchor), T, lambda k, v: context.append((k, v)))
+    layers = iter(context)
+
+    def attend(q, k, v):
+        keys, values = (torch.cat(pair).transpose(0, 1) for pair in zip(next(layers), (k, v), strict=True))
+        dense = torch.nn.functional.scaled_dot_product_attention
+        return dense(q.transpose(0, 1), keys, values, enable_gqa=True).transpose(0, 1)
+
+    root = target.embed_tokens(ids[anchor : anchor + 1]).expand(size, -1)
+    states = head(root, hidden[-1:].expand(size, -1), anchor + torch.arange(size), attend, T)
+    drafts = head.config.drafts_at_once
+    before = ids[anchor : anchor + drafts]
+    read = head.after(states[size - drafts :], before, target.embed_tokens(before))
+    if head.config.own_output:
+        return head.logits(read), head.confident(read)
+    return head.extended(torch.nn.functional.linear)(read, target.lm_head.weight), head.confident(read)
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        {},
+        {"sample_from_anchor": False},
+        {"confidence_with_markov": False, "own_output": False},
+        DFLASH,
+        {**DFLASH, "own_output": False},
+    ],
+)
+@torch.no_grad()
+def test_speculators_blocks(tiny_target, tiny_target_directory, tmp_path, verdicts, monkeypatch, variants):
+    speculators = pytest.importorskip("speculators")
+    own, size = variants.get("own_output", True), tiny_target.vocab_size
+    kept = TokenMap.from_ids(range(3, 163), size) if own else TokenMap.identity(size)
+    torch.manual_seed(9)
+    head = DSparkHead(
+        DSparkConfig.from_target_config(
+            tiny_target.config, vocab_size=size, draft_vocab_size=kept.size, aux_layer_ids=(1, 2, 3),
+            num_hidden_layers=2, block_size=BLOCK, mask_token_id=7, **{"markov_rank": 4, **variants},
+        )
+    ).eval().requires_grad_(False)  # fmt: skip
+    for name, value in head.named_parameters():
+        value.copy_(torch.rand_like(value) + 0.5 if "norm" in name else 2 * value)
+    export_head(
+        DraftCheckpoint(head, kept), "speculators", tmp_path / "o", target_facts(tiny_target_directory), Shape(4, 1, 5)
+    )
+    core = pytest.importorskip(f"speculators.models.{'dspark' if head.config.markov_rank else 'dflash'}.core")
+    kind = core.DSparkDraftModel if head.config.markov_rank else core.DFlashDraftModel
+    config = kind.config_class.from_pretrained(tmp_path / "o")
+    config.transformer_layer_config._attn_implementation = "eager"
+    module = kind.from_pretrained(tmp_path / "o", config=config).eval()
+    module.load_verifier_weights()
+    found: list[tuple] = []
+    monkeypatch.setattr(core, "compute_metrics", lambda *said, **_: found.append(said) or (None, None))
+    anchors = torch.arange(4, 4 + 2 * ANCHORS, 2)
+    monkeypatch.setattr(
+        "speculators.models.dflash.core.select_anchors", lambda *_: (anchors, torch.ones(ANCHORS, dtype=torch.bool))
+    )
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, size, (T,), generator=generator)
+    features = 3 * torch.randn(T, 3 * tiny_target.hidden_size, generator=generator)
+    module(
+        features[None], ids[None], torch.ones(1, T), torch.zeros(1, T, tiny_target.hidden_size),
+        torch.zeros(1, T, dtype=torch.long), max_anchors=ANCHORS,
+    )  # fmt: skip
+    drafts = head.config.drafts_at_once
+    logits = found[0][0].view(ANCHORS, BLOCK, -1)[:, BLOCK - drafts :]
+    ours = [block_of(head, tiny_target, features, ids, int(anchor)) for anchor in anchors]
+    apart = [(torch.stack([mine for mine, _ in ours]) - logits).abs().max().item()]
+    if head.config.confidence:
+        sure = found[0][2].view(ANCHORS, BLOCK)[:, BLOCK - drafts :]
+        apart.append((torch.stack([mine for _, mine in ours]) - sure).abs().max().item())
+    verdicts.append(
+        {
+            "judge": f"speculators {version('speculators')}, its draft module",
+            "head": f"random, dspark, {variants or 'plain'}",
+            "compared": f"logits and confidences of {ANCHORS} blocks of {drafts} drafts, float32",
+            "largest_difference": max(apart),
+            "largest_logit": logits.abs().max().item(),
+        }
+    )
+    assert speculators is not None and max(apart) < CLOSE, apart
 
 
 @pytest.mark.parametrize("variants", [{}, {"fc_norm": True}])
