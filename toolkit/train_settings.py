@@ -22,8 +22,7 @@ class HeadSettings:
     kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
     layers: PositiveInt = setting(1, "decoder layers; mtp: layers that draft one level each, of which the last repeats")
     aux_layer_ids: tuple[int, ...] | None = setting(
-        None,
-        "eagle3, block, dspark: the three hidden states of the target that are read; null: (2, n/2, n-3) of n layers",
+        None, "three hidden states of the target that eagle3, block and dspark read; null: (2, n/2, n-3) of n layers"
     )
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
@@ -31,9 +30,7 @@ class HeadSettings:
         None, "latest positions that the head's attention sees, in training and serving; null: all"
     )
     lm_head: Literal["random", "target", "frozen"] | None = setting(
-        None,
-        "eagle3, block, dspark: first output matrix and norm; target: the target's; frozen: and not trained; null: as "
-        "`init`",
+        None, "first own output matrix and norm; target: the target's; frozen: and not trained; null: as `init`"
     )
     vocabulary: Literal["draft", "target"] | None = setting(
         None,
@@ -42,7 +39,7 @@ class HeadSettings:
     )
     markov_rank: PositiveInt = setting(64, "block, dspark: rank of the bias of a token", fingerprint_name="markov_rank")
     mask_token_id: NonNegativeInt | None = setting(
-        None, "dspark: id whose embedding the masks are; null: the last one", fingerprint_name="mask_token_id"
+        None, "dspark: id of the masks; null: the last one", fingerprint_name="mask_token_id"
     )
     init: NewWeights = setting(
         "target",
@@ -73,9 +70,7 @@ class HeadSettings:
 class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
-    ttt_steps: PositiveInt = setting(
-        4, "steps of training-time test, K: the depth that is learned; block, dspark: the tokens of a block"
-    )
+    ttt_steps: PositiveInt = setting(4, "steps of training-time test, K: the depth that is learned; a block's tokens")
     curriculum: tuple[PositiveFloat, ...] = setting(
         (),
         "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",

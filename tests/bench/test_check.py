@@ -22,7 +22,7 @@ from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check_decoding
 from toolkit.bench.check import Unreadable, open_checked
 from toolkit.bench.check_decoding import sampling_check, sign_flip_p
-from toolkit.bench.checked_head import _first_places
+from toolkit.bench.checked_head import _first_drafts
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
@@ -30,9 +30,11 @@ from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.block import BlockConfig, BlockHead
+from toolkit.heads.block import BlockConfig
+from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.heads.registry import build_head
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -389,17 +391,22 @@ def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, 
     assert status == 0 and skipped == ["template", "token map", "aux layers", "acceptance"], rows
 
 
-def test_first_drafts_of_a_block_drafter(tiny_target):
+@pytest.mark.parametrize("kind", ["block", "dspark", "dflash"])
+def test_first_drafts_of_a_block_drafter(tiny_target, kind):
     """The check computes them by dense attention, training all places of all blocks at once: the same states."""
     torch.manual_seed(5)
-    config = BlockConfig.from_target_config(
+    own = (
+        {"sample_from_anchor": False, "confidence": False, "markov_rank": 0} if kind == "dflash" else {"markov_rank": 8}
+    )
+    config = (BlockConfig if kind == "block" else DSparkConfig).from_target_config(
         tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
-        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, markov_rank=8,
+        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, **own,
     )  # fmt: skip
-    head, text = BlockHead(config).requires_grad_(False), torch.arange(3, 15)
+    head, text = build_head(config).requires_grad_(False), torch.arange(3, 15)
+    head.read_target(tiny_target.embed_tokens)
     features, embeds = torch.randn(len(text), config.feature_size), tiny_target.embed_tokens(text).detach()
-    found = _first_places(head, embeds[1:], head.first_hidden(features[:-1]))
-    wanted = next(unroll_blocks(head, features[None], embeds[None], 4))[0, :-1]
+    found = _first_drafts(head, embeds[1:], head.first_hidden(features[:-1]))
+    wanted = next(unroll_blocks(head, features[None], embeds[None], 3))[0, :-1]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 

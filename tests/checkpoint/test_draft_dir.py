@@ -9,6 +9,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
 from toolkit.heads.block import BlockConfig, BlockHead
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
@@ -182,6 +183,23 @@ def test_heads_that_share_the_output_matrix_round_trip(tiny_target, tmp_path, co
     object.__setattr__(loaded.head.config, "hidden_size", 7)
     with pytest.raises(DraftDirError, match="hidden_size 7"):
         check_draft_matches(loaded, tiny_target)
+
+
+@pytest.mark.parametrize("own", [{}, {"own_output": False}, {"sample_from_anchor": False, "markov_rank": 0}], ids=str)
+def test_dspark_heads_round_trip(tiny_target, tmp_path, own):
+    """The mask's embedding, which is the target's, is not written."""
+    own = {"markov_rank": 8, "confidence_with_markov": False, **own}
+    kept = TokenMap.from_ids(range(0 if "own_output" in own else 5, tiny_target.vocab_size), tiny_target.vocab_size)
+    config = DSparkConfig.from_target_config(
+        tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
+        draft_vocab_size=kept.size, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, block_size=6, mask_token_id=7, **own,
+    )  # fmt: skip
+    head = DSparkHead(config)
+    loaded = load_draft(save_draft(tmp_path / "ckpt", head.state_dict(), config, kept, {}))
+    assert loaded.kind == "dspark" and loaded.head.config == config and loaded.token_map == kept
+    assert "mask" not in head.state_dict() and ("lm_head.weight" in head.state_dict()) == config.own_output
+    assert all(torch.equal(loaded.head.state_dict()[name], value) for name, value in head.state_dict().items())
+    check_draft_matches(loaded, tiny_target)
 
 
 def test_block_drafters_round_trip(tiny_target, tmp_path):

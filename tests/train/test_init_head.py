@@ -20,6 +20,7 @@ from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.heads.block import BlockConfig, BlockHead
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -137,6 +138,30 @@ def test_a_block_drafter_is_trained_further_with_another_map(target, tmp_path):
     shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
     with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
         plan_head(shorter, target, token_map)
+
+
+@pytest.mark.parametrize("own_output", [True, False])
+def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, own_output):
+    """Its bias has rows of ids as its output matrix has: those of new ids are 0. One that scored by the target's
+    matrix gets its own."""
+    vocabulary = target.vocab_size
+    own = TokenMap.from_ids(range(10, 100) if own_output else range(vocabulary), vocabulary)
+    config = DSparkConfig.from_target_config(
+        target.config, vocab_size=vocabulary, target_hidden_size=target.hidden_size, draft_vocab_size=own.size,
+        aux_layer_ids=(1, 2, 3), markov_rank=8, own_output=own_output,
+    )  # fmt: skip
+    head = DSparkHead(config).requires_grad_(False)
+    settings = TrainSettings(init=str(write(tmp_path / "head", head, own)), head=HeadSettings(kind="dspark"))
+    token_map = TokenMap.from_ids(range(0, vocabulary, 3), vocabulary)
+    found, plan = started(settings, target, token_map)
+    assert plan.config.own_output and plan.token_map == token_map and len(found.lm_head.weight) == token_map.size
+    assert torch.equal(found.mask[0], target.embed_tokens.weight[config.mask_token_id])
+    bias, before = found.markov_head.markov_w2.weight, head.markov_head.markov_w2.weight
+    for token, row, output in zip(token_map.ids.tolist(), bias, found.lm_head.weight, strict=True):
+        place = int(own.to_draft(torch.tensor([token])))
+        assert torch.equal(row, before[place] if place >= 0 else torch.zeros(8))
+        carried = place >= 0 and own_output
+        assert torch.equal(output, head.lm_head.weight[place] if carried else target.lm_head.weight[token])
 
 
 @pytest.mark.parametrize("lm_head", [None, "target", "frozen"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
-from toolkit.heads.block import BlockHead
+from toolkit.heads.block import BlockDraftHead
 from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
@@ -31,6 +31,7 @@ KINDS = {
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
     "block": {"kind": "block", "markov_rank": 8},
     "block-two-layers": {"kind": "block", "layers": 2, "markov_rank": 8},
+    "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
 }
 
 
@@ -112,7 +113,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    block = isinstance(model.head, BlockHead)
+    block = isinstance(model.head, BlockDraftHead)
     rollout = BlockRollout if block else DraftRollout
     scored, inner = [], rollout.logits
     monkeypatch.setattr(rollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
@@ -127,7 +128,8 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
             steps = (unroll_blocks if block else unroll)(model.head, inputs.aux, inputs.embeds, STEPS)
             states = torch.stack([state[0, root] for state in steps])
             if block:
-                states = model.head.after(states, inputs.embeds[0, root + 1 : root + 1 + STEPS])
+                before = tree.tokens[row, :STEPS]
+                states = model.head.after(states, before, inputs.embeds[0, root + 1 : root + 1 + STEPS])
             logits = model.score(states, lambda x, rows, *_: F.linear(x, rows))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)

@@ -70,8 +70,8 @@ class DSparkConfig(BlockDraftConfig):
             raise ValueError("dspark config: confidence_with_markov is true, but markov_rank is 0; set it to false")
         if not self.own_output and self.draft_vocab_size != self.vocab_size:
             raise ValueError(
-                f"dspark config: draft_vocab_size is {self.draft_vocab_size}, but a head without an output matrix drafts "
-                f"all {self.vocab_size} ids"
+                f"dspark config: draft_vocab_size is {self.draft_vocab_size}, but a head without an output matrix "
+                f"drafts all {self.vocab_size} ids"
             )
 
     @property
@@ -192,8 +192,8 @@ class DSparkHead(BlockDraftHead):
         def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
             if more and more[-1] is not None:
                 raise HeadError(
-                    "the target has a logit factor or soft cap, which other engines do not apply to the bias of a DSpark "
-                    "head; train a head with an output matrix of its own"
+                    "the target has a logit factor or soft cap, which other engines do not apply to the bias of a "
+                    "DSpark head; train a head with an output matrix of its own"
                 )
             # A sharded weight is whole only inside its layer's forward.
             return markov.markov_w2(
@@ -227,7 +227,7 @@ class DSparkHead(BlockDraftHead):
         return proj(states[..., : proj.in_features].detach()).squeeze(-1)
 
     def warm_start(self) -> WarmStart:
-        """Copy the target's last layers. `fc` gives the input of the first of them, whose norm is that of the context."""
+        """Copy the target's last layers. `fc` gives the input of the first of them; its norm is the context's too."""
         count, first = len(self.layers), self.layers[0]
         return WarmStart(
             copies=[

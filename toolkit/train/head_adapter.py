@@ -36,7 +36,6 @@ class HeadAdapter:
         config = draft.head.config
         self.target, self.steps, self.batch = target, config.drafts_at_once or max(steps, config.stages), batch
         self.head = copy.deepcopy(draft.head).cast(target.device, torch.float32).train().requires_grad_(True)
-        self.head.read_target(target.embed_tokens)
         self.plan = HeadPlan(config, draft.token_map, config.features.layer_ids(target.n_layers))
         self.settings = TrainSettings(
             head=HeadSettings(kind=draft.kind, layers=config.layers * config.stages),
@@ -49,6 +48,7 @@ class HeadAdapter:
         of fewer than two ids)."""
         # Made anew: it copies rows of the target's output matrix, and its hooks would keep the states, and with them
         # the graphs, of the target's own training.
+        self.head.read_target(self.target.embed_tokens)
         side = TargetSide(self.target, self.plan.token_map, self.plan.aux_layer_ids, "fp32")
         model = trained_head(self.plan, self.settings, self.head, side.teacher)
         losses: list[float] = []

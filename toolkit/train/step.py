@@ -29,8 +29,8 @@ class UnrollInputs:
     """Inputs of `TrainedHead.forward` for one micro-batch, and what the teacher needs.
 
     aux [B, L, A*H]: the features that the head reads. embeds [B, L, H]. teacher_hidden [M, H]: final-normed states of
-    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool: whether `written` is the
-    target's argmax; None if unknown.
+    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool:
+    whether `written` is the target's argmax; None if unknown.
     """
 
     aux: torch.Tensor

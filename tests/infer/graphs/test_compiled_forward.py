@@ -184,6 +184,7 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
         ("eagle3", "3,3,8"),
         ("mtp-three-layers", "3,3,8"),
         ("block", "4,1,5"),
+        ("dspark", "4,1,5"),
     ],
 )
 def test_eager_rounds_by_compiled_programs_write_the_same(traced_programs, own_target, build, name, shape, max_batch):

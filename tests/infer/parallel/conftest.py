@@ -14,10 +14,12 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import save_draft
-from toolkit.heads.block import BlockConfig, BlockHead
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.heads.block import BlockConfig
+from toolkit.heads.dspark import DSparkConfig
+from toolkit.heads.eagle2 import Eagle2Config
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.heads.mtp import MtpConfig
+from toolkit.heads.registry import build_head
 from toolkit.targets.load import load_config
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -71,10 +73,10 @@ def head_for(family: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
     def directory(kind: str, name: str, **sizes: int) -> str:
         target = load_config(family(name))[0]
         torch.manual_seed(4)
-        if kind in ("eagle3", "block"):
+        if kind in ("eagle3", "block", "dspark"):
             kept = sizes.pop("draft_vocab_size", 20)
             own = {"target_hidden_size": target.hidden_size, "draft_vocab_size": kept, "aux_layer_ids": (0, 1, 2)}
-            of_kind = Eagle3Config if kind == "eagle3" else BlockConfig
+            of_kind: Any = {"eagle3": Eagle3Config, "block": BlockConfig, "dspark": DSparkConfig}[kind]
             config: Any = of_kind.from_target_config(target, vocab_size=target.vocab_size, **own)
             ids = [0, 1, 2, *range(target.vocab_size - kept + 3, target.vocab_size)]
             token_map = TokenMap.from_ids(ids, target.vocab_size)
@@ -84,7 +86,7 @@ def head_for(family: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
             )
             token_map = None
         config = dataclasses.replace(config, **sizes)
-        head = {"eagle3": Eagle3Head, "block": BlockHead, "eagle2": Eagle2Head, "mtp": MtpHead}[kind](config)
+        head = build_head(config)
         path = tmp_path_factory.mktemp(f"{kind}-{name}")
         meta = {"target": {"name": family(name), "revision": None}}
         return str(save_draft(path, head.state_dict(), config, token_map, meta))

@@ -34,7 +34,16 @@ class _PagedRows:
         return pages
 
 
-class PagedPromptMetadata:
+class _PagedMetadata:
+    """Metadata whose `write` stores to pages; `attend` of its subclasses writes first."""
+
+    _rows: _PagedRows
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._rows.write(layer, k, v)
+
+
+class PagedPromptMetadata(_PagedMetadata):
     """The next `tokens` prompt tokens (padded on the right) of rows with starts[b] tokens in the cache already."""
 
     def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
@@ -44,9 +53,6 @@ class PagedPromptMetadata:
         self._rows = _PagedRows(cache, ops, table, span, self._starts)
         self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._rows.write(layer, k, v)
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
         scaling, window, softcap, sinks = scoring
@@ -55,7 +61,7 @@ class PagedPromptMetadata:
         return self._attend_causal(q, pages, self._starts, scoring)
 
 
-class PagedTreeMetadata:
+class PagedTreeMetadata(_PagedMetadata):
     """N new nodes per row after prefixes of lengths [B] tokens; node_mask and depths as in `TreeMetadata`.
 
     table [B, P] int64: page tables, at least up to position `span`. The host uses shapes and `span` only, so a recorded
@@ -77,15 +83,12 @@ class PagedTreeMetadata:
         self._attend_tree = ops.attend_tree
         self._lengths, self._node_mask, self._depths = lengths, node_mask, depths
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._rows.write(layer, k, v)
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
         return self._attend_tree(q, pages, self._lengths, self._node_mask, self._depths, scoring)
 
 
-class PagedInOrderMetadata:
+class PagedInOrderMetadata(_PagedMetadata):
     """N new nodes per row after prefixes of lengths [B] tokens; each query has the bits of plain decoding.
 
     table, span: as in `PagedTreeMetadata`. path, counts: as in `batch_invariant.attend_paths`. first: number of the
@@ -119,9 +122,6 @@ class PagedInOrderMetadata:
         """Arguments as in `TreeMetadata`. The host reads no tensor."""
         first = node_mask.shape[2] - node_mask.shape[1]
         return cls(cache, ops, table, lengths, span, *paths_of(node_mask), first)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._rows.write(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)

@@ -1,4 +1,6 @@
-"""Drafts with a block drafter (`heads/block.py`, `heads/dspark.py`): one pass scores all levels of a draft, which are then chosen in turn.
+"""Drafts with a block drafter (`heads/block.py`, `heads/dspark.py`).
+
+One pass scores all levels of a draft, which are then chosen in turn.
 
 Shapes: B rows, P unread positions a row, b places of a block, n nodes of a level, H head hidden size, D size of the
 draft vocabulary.
@@ -75,7 +77,6 @@ class BlockReader(HeadReader):
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
         self._block = block_of(head)
-        self._block.read_target(self._embed)
         self._bias = None if head.dynamic is not None else self._bias_of_rows()
 
     def _bias_of_rows(self) -> Tensor | None:
@@ -85,7 +86,6 @@ class BlockReader(HeadReader):
 
     def weights_changed(self) -> None:
         """Computes the bias again, in place: recorded rounds read it."""
-        self._block.read_target(self._embed)
         if self._bias is not None:
             bias = self._bias_of_rows()
             assert bias is not None, "it had one"

@@ -76,6 +76,8 @@ class DraftingHead:
         self.dynamic = _dynamic_rows(draft, target, self._of_map)
         fixed = draft.token_map.ids.to(target.device)
         self.to_target = fixed if self.dynamic is None else self.dynamic.to_target
+        self._embed = target.embed_tokens
+        self.module.read_target(self._embed)
         ids = self.config.features.layer_ids(target.n_layers)
         self._capture = LastCapture(target) if ids is None else AuxCapture(target, ids)
 
@@ -100,7 +102,8 @@ class DraftingHead:
         return self._of_map(states) if self.dynamic is None else self.dynamic.logits(states, self._of_map)
 
     def weights_changed(self) -> None:
-        """Copies again what it holds of the target's output matrix."""
+        """Copies again what it holds of the target's embedding and output matrix."""
+        self.module.read_target(self._embed)
         if self.output is not None:
             self.output.weights_changed()
         if self.dynamic is not None:

@@ -193,7 +193,7 @@ def fit_draft(
     if not 0 <= confidence <= 1:
         raise ConfigError(f"`draft_confidence` is {confidence}; a chance from 0 to 1 is needed")
     if confidence and not (isinstance(draft, DraftCheckpoint) and says_confidence(draft)):
-        raise ConfigError(f"`draft_confidence` is {confidence}, but only block heads have one; leave it out")
+        raise ConfigError(f"`draft_confidence` is {confidence}, but only block and dspark heads have one; leave it out")
     if not isinstance(draft, DraftCheckpoint):
         if dynamic_rows:
             raise ConfigError(f"`dynamic_rows` is {dynamic_rows}, but n-gram lookup scores no tokens; leave it out")
