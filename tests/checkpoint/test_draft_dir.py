@@ -240,7 +240,10 @@ def test_damage_to_them_is_named(tiny_target, tmp_path, config_class, head_class
     config = json.loads((directory / "config.json").read_text())
     for change, says in (
         ({"attention_bias": None}, "lacks attention_bias"),
-        ({"toolkit": {**config["toolkit"], "head": "medusa"}}, "head 'medusa'.*eagle3 or eagle2 or block or mtp"),
+        (
+            {"toolkit": {**config["toolkit"], "head": "medusa"}},
+            "head 'medusa'.*eagle3 or eagle2 or block or dspark or mtp",
+        ),
     ):
         (directory / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(DraftDirError, match=says):
