@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.errors import PlanError
+from toolkit.heads.dspark import DSparkConfig
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost
 from toolkit.plan.gpus import GPUS
@@ -226,3 +227,22 @@ def test_launch_lines_of_two_nodes():
     assert any("--disaggregation-mode decode" in line for line in lines)
     router = lines[-1]
     assert router.count("--decode ") == apart.decode.count and router.count("--prefill ") == apart.prefill.count
+
+
+@pytest.mark.parametrize(("anchor", "name", "more"), [(True, "dspark", 0), (False, "dflash", 1)])
+def test_launch_lines_of_block_drafters(anchor, name, more):
+    """One kind here, two algorithms there; a block of 4 drafts at most."""
+    config = DSparkConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        rms_norm_eps=1e-6, vocab_size=90, max_position_embeddings=64, rope_parameters={}, target_hidden_size=64,
+        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), block_size=4 if anchor else 5, sample_from_anchor=anchor,
+        markov_rank=8 if anchor else 0, confidence=anchor,
+        confidence_with_markov=anchor,
+    )  # fmt: skip
+    draft = replace(DRAFT, kind="dspark", config=config)
+    mine = planner(draft=draft, concurrency=1)
+    best, _ = mine.best(1)
+    places = best.batch.drafts + more
+    table = draft_table(mine, best)
+    assert f"--speculative-{name}-block-size {places}" in launch_lines("sglang", ["m"], best, draft, table)[1]
+    assert f'"method": "{name}"' in launch_lines("vllm", ["m"], best, draft, table)[1]

@@ -11,6 +11,7 @@ import torch
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import build_head, head_class
 from toolkit.plan.model_size import CACHE_BYTES, Cache, ModelSize
 from toolkit.train_settings import HeadSettings
@@ -23,6 +24,7 @@ class DraftCost:
     """kind: the head's name in head_kinds.py. size: the head as a model. accept_length: by drafts in a chain.
 
     source: the origin of accept_length. path: the head's directory in launch lines; None: the target's own MTP layers.
+    config: of a head that is at hand; DFlash and DSpark are one kind, which other engines tell apart.
     """
 
     kind: str
@@ -30,6 +32,7 @@ class DraftCost:
     accept_length: Mapping[int, float]
     source: str
     path: str | None = None
+    config: HeadConfig | None = None
 
 
 def parse_accept_lengths(text: str) -> dict[int, float]:

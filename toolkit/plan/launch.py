@@ -44,8 +44,8 @@ def _speculation(engine: str, draft: DraftCost, drafts: int, table: Sequence[Dec
     """Return the options for the best draft length of the planned batch; vLLM gets one per batch size."""
     shape = Shape(drafts, 1, drafts + 1)
     if engine == "sglang":
-        return sglang_speculation(draft.kind, draft.path, shape)
-    settings = vllm_speculation(draft.kind, draft.path, shape)
+        return sglang_speculation(draft.kind, draft.path, shape, draft.config)
+    settings = vllm_speculation(draft.kind, draft.path, shape, draft.config)
     schedule = draft_schedule(table)
     if len({length for _, _, length in schedule}) > 1:
         settings["num_speculative_tokens"] = max(length for _, _, length in schedule)

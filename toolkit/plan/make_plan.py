@@ -66,7 +66,7 @@ def _draft(request: PlanRequest, size: ModelSize, config: Any, source: str, revi
                     f"the head in {request.draft} has {what} {own}, {size.name} {theirs}: it belongs to another target"
                 )
         stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
-        return DraftCost(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
+        return DraftCost(found.kind, head_size(found.head, size), *stated, path=EXPORTED, config=found.head.config)
     if lengths is None:
         if request.head is not None:
             raise PlanError(f"--head is {request.head}, but accept lengths are missing; give --accept-lengths 1:A,2:B")
