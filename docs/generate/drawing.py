@@ -10,6 +10,8 @@ import runpy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from toolkit.head_kinds import HEAD_KINDS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "toolkit"
 # Column (0 to 2) and what a unit is for. Floor 0 is one box.
@@ -83,7 +85,7 @@ def _imports(folder: Path, units: Mapping[str, int]) -> Edges:
     edges: Edges = {unit: set() for unit in units}
     for path in folder.rglob("*.py"):
         unit = path.relative_to(folder).parts[0].removesuffix(".py")
-        if path.parent == PACKAGE / "train" and path.stem in ("eagle3", "eagle2", "mtp", "block"):
+        if path.parent == PACKAGE / "train" and path.stem in HEAD_KINDS:
             unit = "entries"
         if unit in edges:
             edges[unit] |= {name for name in _names(path, place) if name in units and name != unit}

@@ -22,11 +22,11 @@ from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check_decoding
 from toolkit.bench.check import Unreadable, open_checked
 from toolkit.bench.check_decoding import sampling_check, sign_flip_p
-from toolkit.bench.checked_head import _first_drafts
+from toolkit.bench.checked_head import _first_drafts, _scores_after
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
-from toolkit.checkpoint.draft_dir import load_draft, save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
@@ -35,6 +35,7 @@ from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.heads.registry import build_head
+from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -408,6 +409,10 @@ def test_first_drafts_of_a_block_drafter(tiny_target, kind):
     found = _first_drafts(head, embeds[1:], head.first_hidden(features[:-1]))
     wanted = next(unroll_blocks(head, features[None], embeds[None], 3))[0, :-1]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    drafting = DraftingHead(DraftCheckpoint(head, TokenMap.from_ids(range(90), tiny_target.vocab_size)), tiny_target)
+    scores = _scores_after(drafting, found, text[1:], embeds[1:])
+    drafting.remove()
+    torch.testing.assert_close(scores, head.logits(head.after(found, text[1:], embeds[1:])), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("state", ["skipped", "ok", "FAILED"])

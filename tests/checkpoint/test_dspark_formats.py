@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from toolkit.checkpoint.errors import DraftDirError, ExportError
 from toolkit.checkpoint.export_head import export_head as export
 from toolkit.checkpoint.export_path import export_path
 from toolkit.checkpoint.files import looks_like_target
+from toolkit.checkpoint.formats import exported
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
@@ -107,7 +110,7 @@ class TestWhatLoadersRead:
             "confidence_head.proj.bias",
             "layers.1.self_attn.q_norm.weight",
         } <= names and "lm_head.weight" not in names
-        assert "--speculative-algorithm DSPARK" in launch and launch.endswith("--speculative-dspark-block-size 4")
+        assert "--speculative-algorithm DSPARK" in launch and launch.endswith("--speculative-dspark-block-size 5")
 
     def test_dflash(self, make, tiny_facts, tmp_path):
         launch, _ = export(make(**SHARED, **DFLASH), "sglang", tmp_path / "o", tiny_facts, Shape(9, 1, 10))
@@ -118,7 +121,7 @@ class TestWhatLoadersRead:
 
     def test_vllm(self, make, tiny_facts, tmp_path):
         launch, _ = export(make(), "vllm", tmp_path / "o", tiny_facts, CHAIN)
-        assert '"method": "dspark"' in launch and '"num_speculative_tokens": 4' in launch
+        assert '"method": "dspark"' in launch and '"num_speculative_tokens": 5' in launch
         assert {"d2t", "lm_head.weight"} <= load_tensors(tmp_path / "o" / "model.safetensors").keys()
         launch, _ = export(make(**DFLASH), "vllm", tmp_path / "f", tiny_facts, CHAIN)
         assert '"method": "dflash"' in launch
@@ -135,7 +138,7 @@ class TestWhatLoadersRead:
         assert config["speculators_model_type"] == "dspark" and config["aux_hidden_state_layer_ids"] == [1, 2, 3]
         assert config["sample_from_anchor"] is True and config["sliding_window_non_causal"] is True
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
         export(make(**DFLASH), "speculators", tmp_path / "f", tiny_facts, CHAIN)
         assert config_of(tmp_path / "f")["speculators_model_type"] == "dflash"
 
@@ -165,6 +168,14 @@ def test_sglang_takes_a_head_whose_matrix_is_the_targets(make, tiny_target, tiny
     export(draft, "sglang", tmp_path / "o", tiny_facts, CHAIN)
     read = open_head(tmp_path / "o").head
     assert not read.config.own_output and torch.equal(read.fc.weight, draft.head.fc.weight)
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_targets_that_scale_their_embeddings_in_another_place_are_refused(make, tiny_facts, tmp_path, to):
+    """The head would read embeddings smaller by the root of the hidden size, and nothing would say so."""
+    gemma = replace(tiny_facts, config=SimpleNamespace(model_type="gemma3_text"))
+    with pytest.raises(ExportError, match="vLLM scales the embeddings of a gemma3_text target"):
+        exported(make(), to, gemma, 4)
 
 
 def test_the_launch_line_drafts_the_whole_block(make, tiny_facts, tmp_path):

@@ -242,7 +242,8 @@ def test_launch_lines_of_block_drafters(anchor, name, more):
     draft = replace(DRAFT, kind="dspark", config=config)
     mine = planner(draft=draft, concurrency=1)
     best, _ = mine.best(1)
-    places = best.batch.drafts + more
+    places = 4 + more  # whole, whatever is planned
+    assert best.batch.drafts < 4
     table = draft_table(mine, best)
     assert f"--speculative-{name}-block-size {places}" in launch_lines("sglang", ["m"], best, draft, table)[1]
     assert f'"method": "{name}"' in launch_lines("vllm", ["m"], best, draft, table)[1]

@@ -12,6 +12,7 @@ from toolkit.data.batches import Example, collate
 from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import HeadError
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.features import AuxCapture
@@ -322,3 +323,21 @@ def test_the_regression_reads_no_more_tokens_than_it_may(tiny_target, tiny_draft
     assert torch.equal(cut, short) and not torch.equal(cut, whole)
     with pytest.raises(RecipeError, match="start_tokens"):
         TrainSettings(head=HeadSettings(init="random", start_tokens=300))
+
+
+def test_a_mask_token_without_an_embedding_is_refused(tiny_target):
+    """Ids that no text has may have zeros; all masks of a block would then be alike, whatever they stand for."""
+    settings = TrainSettings(head=HeadSettings(kind="dspark", mask_token_id=9))
+    plan = plan_head(settings, tiny_target, TokenMap.from_ids(range(90), tiny_target.vocab_size))
+    start_head(plan, settings, tiny_target, seed=0)
+    weight = tiny_target.embed_tokens.weight
+    kept = weight[9].clone()
+    with torch.no_grad():
+        try:
+            weight[9] = 0
+            with pytest.raises(
+                HeadError, match=r"embedding of the mask token 9 has length 0.*train.head.mask_token_id"
+            ):
+                start_head(plan, settings, tiny_target, seed=0)
+        finally:
+            weight[9] = kept

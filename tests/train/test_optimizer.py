@@ -47,6 +47,17 @@ def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_tar
     assert all(len(one) < tiny_target.vocab_size for one in matrices), "a row a token is AdamW's"
 
 
+def test_muon_leaves_the_tables_of_a_dspark_head_to_adamw(tiny_target):
+    """Both factors of the bias have a row a token, of which a step moves a few."""
+    settings = TrainSettings(head=HeadSettings(kind="dspark"))
+    token_map = TokenMap.from_ids(range(90), tiny_target.vocab_size)
+    head = start_head(plan_head(settings, tiny_target, token_map), settings, tiny_target, seed=0)
+    matrices, _ = (group["params"] for group in build_optimizer(head, settings).param_groups)
+    names = {name for name, one in head.named_parameters() if any(one is other for other in matrices)}
+    assert "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names
+    assert not {name for name in names if name.startswith(("markov_head.", "confidence_head.", "lm_head."))}
+
+
 def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):
     """Without ZeRO too: the update of a matrix has singular values near 1 whatever the gradient's scale."""
     settings = TrainSettings(precision="fp32", optimizer=OptimizerSettings(muon_learning_rate=0.02))

@@ -259,14 +259,24 @@ class CheckedHead:
 
         embeds, first = self.target.embed_tokens(text[1:-1]), head.first_hidden(features[:count])
         if isinstance(head.module, BlockDraftHead):
-            states = head.module.after(_first_drafts(head.module, embeds, first), text[1:-1], embeds)
-            logits = head.scores(states[written - 1 :]).float()
+            states = _first_drafts(head.module, embeds, first)[written - 1 :]
+            logits = _scores_after(head, states, text[written:-1], embeds[written - 1 :]).float()
         else:
             hidden = head.step(0, embeds, first, positions, attend, count)
             logits = head.logits(0, hidden[written - 1 :]).float()
         wanted = self.draft.token_map.to_draft(text[written + 1 :])
         given = logits.log_softmax(dim=-1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
         return FirstDrafts((logits.argmax(dim=-1) == wanted).cpu(), given.masked_fill(wanted < 0, torch.nan).cpu())
+
+
+def _scores_after(head: DraftingHead, states: Tensor, before: Tensor, embeds: Tensor) -> Tensor:
+    """Logits [T, D] of a block drafter's states [T, H] after the tokens `before` [T] with the embeddings [T, H]."""
+    block = head.module
+    assert isinstance(block, BlockDraftHead), "called for block drafters only"
+    scores, given, rows = head.logits(0, states), block.before(before, embeds), block.bias_rows(head.scores)
+    if given is None or rows is None:
+        return scores
+    return scores + given.to(scores.dtype) @ (rows if head.output is None else rows[:, head.to_target]).to(scores.dtype)
 
 
 def _first_drafts(head: BlockDraftHead, embeds: Tensor, hidden: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from toolkit.heads.dspark import DSparkConfig
 from toolkit.targets.facts import TargetFacts, target_output
 
 MATRIX = "lm_head.weight"
+# Families whose embeddings transformers scales inside the embedding, and vLLM after it.
+SCALED = ("gemma3", "gemma4")
 
 
 def _qwen3_keys(draft: DraftCheckpoint, config: DSparkConfig) -> dict[str, Any]:
@@ -57,6 +59,12 @@ def _refuse(config: DSparkConfig, to: str, facts: TargetFacts) -> None:
     if not config.markov_rank and config.confidence:
         raise ExportError(
             f"the head has a confidence and no Markov bias, which cannot be written for {to}: DFlash has no confidence"
+        )
+    family = str(getattr(facts.config, "model_type", ""))
+    if to != "sglang" and family.startswith(SCALED):
+        raise ExportError(
+            f"the head cannot be written for {to}: vLLM scales the embeddings of a {family} target outside of the "
+            "module that the head shares, so the head would read other ones; --to sglang is possible"
         )
     ids, last = config.aux_layer_ids, facts.n_layers - (to == "sglang")
     if ids[0] < 1 or ids[-1] > last:
@@ -127,7 +135,7 @@ def _for_engines(to: str) -> Builder:
     return build
 
 
-def _for_speculators(draft: DraftCheckpoint, config: DSparkConfig, facts: TargetFacts, draft_tokens: int) -> Exported:
+def _for_speculators(draft: DraftCheckpoint, config: DSparkConfig, facts: TargetFacts, _tokens: int) -> Exported:
     _refuse(config, "speculators", facts)
     dflash = is_dflash(config)
     name = "dflash" if dflash else "dspark"
@@ -140,7 +148,7 @@ def _for_speculators(draft: DraftCheckpoint, config: DSparkConfig, facts: Target
     return Exported(
         {
             "architectures": ["DFlashDraftModel" if dflash else "DSparkDraftModel"],
-            **speculators_keys(name, facts, min(draft_tokens, config.drafts_at_once)),
+            **speculators_keys(name, facts, config.drafts_at_once),
             "transformer_layer_config": _qwen3_keys(draft, config),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,

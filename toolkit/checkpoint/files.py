@@ -188,8 +188,8 @@ def weights_sha256(directory: Path, names: Sequence[str]) -> str:
 
 
 def load_pickle(path: Path, alone: str | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a torch.save file; `alone`: the name of a tensor that is no mapping. weights_only: a pickle may hold
-    any code, and none of it runs."""
+    """Tensors of a torch.save file; `alone`: the name of a tensor that is no mapping, or stands in one as `embedding`
+    beside numbers, as vLLM reads mask embeddings. weights_only: a pickle may hold any code, and none of it runs."""
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; a file of weights is needed there")
     try:
@@ -200,6 +200,8 @@ def load_pickle(path: Path, alone: str | None = None) -> dict[str, torch.Tensor]
             f"{path} ({path.stat().st_size} bytes) cannot be read as tensors: {first}. The file is truncated, or holds "
             "other objects than tensors, which are never loaded"
         ) from error
+    if alone is not None and isinstance(stored, dict):
+        stored = stored.get("embedding", stored)
     if alone is not None and isinstance(stored, torch.Tensor):
         stored = {alone: stored}
     if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):

@@ -217,7 +217,7 @@ def _check_mask(own: torch.Tensor | None, mask: int, embedding: torch.Tensor | N
         rows = embedding if embedding is not None else None if facts is None else target_embedding(facts)
     except TargetError:
         rows = None
-    if rows is None or not torch.equal(own.flatten().to(rows.dtype), rows[mask]):
+    if rows is None or mask >= len(rows) or not torch.equal(own.flatten().to(rows.dtype), rows[mask]):
         raise DraftDirError(
             f"it has a mask_embedding of its own, which is not the embedding of token {mask} as far as can be seen "
             "here; masks that are the target's embedding of a token are needed"

@@ -86,9 +86,8 @@ def vllm_speculation(
 
 
 def _drafts(shape: Shape, config: HeadConfig | None) -> int:
-    """A chain's drafts; a block has no more places."""
-    most = 0 if config is None else config.drafts_at_once
-    return min(shape.chain, most) if most else shape.chain
+    """A chain's drafts; of a block all, as it was trained: with fewer masks these engines compute another block."""
+    return shape.chain if config is None else config.drafts_at_once or shape.chain
 
 
 def _names(kind: str, config: HeadConfig | None = None) -> EngineNames:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
@@ -122,6 +123,7 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
     """Return the size of a loaded head; its output matrix may be the target's."""
     config = head.config
     own = sum(parameter.numel() for parameter in head.parameters())
+    tables = sum(part.weight.numel() for part in head.modules() if isinstance(part, nn.Embedding))  # read by rows
     matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
     layers = config.stages * config.layers
     cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim, layers)
@@ -130,11 +132,12 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
         hidden_size=config.hidden_size,
         heads=config.num_attention_heads,
         layers=layers,
-        body=own - matrix,
+        body=own - matrix - tables,
         head=matrix or size.head,
-        embedding=0.0,
+        embedding=float(tables),
         cache=cache,
         shared_head=not matrix,
+        one_pass=bool(config.drafts_at_once),
     )
 
 

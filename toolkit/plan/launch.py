@@ -47,7 +47,8 @@ def _speculation(engine: str, draft: DraftCost, drafts: int, table: Sequence[Dec
         return sglang_speculation(draft.kind, draft.path, shape, draft.config)
     settings = vllm_speculation(draft.kind, draft.path, shape, draft.config)
     schedule = draft_schedule(table)
-    if len({length for _, _, length in schedule}) > 1:
+    blocks = draft.config is not None and draft.config.drafts_at_once  # which have one length
+    if len({length for _, _, length in schedule}) > 1 and not blocks:
         settings["num_speculative_tokens"] = max(length for _, _, length in schedule)
         settings["num_speculative_tokens_per_batch_size"] = schedule
     return ["--speculative-config", json.dumps(settings)]

@@ -58,7 +58,7 @@ class ModelSize:
     body: the layers without routed experts. experts: all routed experts; a token uses `chosen` of `n_experts` in each
     of `moe_layers`. head: the output matrix. embedding: 0 if tied to it. bits: per weight of body and experts; head and
     embedding have 16. shared_head: the output matrix is the target's, which is read in every pass but not stored again.
-    max_context: max_position_embeddings of the configuration.
+    one_pass: of a head, whether one pass drafts all levels. max_context: max_position_embeddings of the configuration.
     """
 
     name: str
@@ -77,6 +77,7 @@ class ModelSize:
     experts_bits: float | None = None
     native_mtp: int = 0
     shared_head: bool = False
+    one_pass: bool = False
     max_context: int | None = None
 
     @property

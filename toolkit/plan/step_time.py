@@ -158,7 +158,8 @@ def round_s(
     if drafts and head is not None:
         first = forward_s(head, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
         later = forward_s(head, gpu, layout, costs, requests=requests, tokens=top_k, context=context)
-        seconds += first + (drafts - 1) * later + costs.round_s + drafts * costs.pass_s
+        passes = 1 if head.one_pass else drafts
+        seconds += first + (passes - 1) * later + costs.round_s + passes * costs.pass_s
     return seconds + (0.0 if overlap else costs.host_s)
 
 

@@ -13,7 +13,8 @@ from toolkit.checkpoint.native_mtp import load_native, module_config, native_of
 from toolkit.data.batches import Batch
 from toolkit.errors import TargetError
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.dspark import DSparkConfig
+from toolkit.heads.head_config import HeadConfig, HeadError
 from toolkit.heads.registry import build_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
@@ -30,6 +31,8 @@ from toolkit.train.trained_head import TrainedHead
 from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
+
+MASK_SHARE = 0.01  # of the median length of the embeddings, the least of a mask's
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def start_head(
     """
     head = build_head(plan.config).to(target.device)
     head.read_target(target.embed_tokens)
+    if isinstance(plan.config, DSparkConfig):
+        _check_mask(plan.config.mask_token_id, target)
     own_vocabulary = plan.config.own_vocabulary
     if not own_vocabulary:
         log.info(
@@ -132,6 +137,20 @@ def start_head(
     if own_vocabulary and settings.head.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head
+
+
+@torch.no_grad()
+def _check_mask(token: int, target: Target) -> None:
+    """Raise `HeadError` for a mask token whose embedding is next to zero, as of ids that no text has: all masks of a
+    block would be alike."""
+    some = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 1024), device=target.device)
+    usual = float(target.embed_tokens(some).float().norm(dim=-1).median())
+    own = float(target.embed_tokens(some.new_tensor([token])).float().norm())
+    if own < MASK_SHARE * usual:
+        raise HeadError(
+            f"the embedding of the mask token {token} has length {own:.2g}, those of {target.name} have {usual:.2g} in "
+            "the median; name another id by train.head.mask_token_id"
+        )
 
 
 def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teacher: Teacher) -> TrainedHead:

@@ -23,8 +23,11 @@ log = get_logger(__name__)
 
 MOMENTUM = 0.95
 CLIP = 0.5
-# Matrices that AdamW updates under Muon: most rows of an output matrix get no gradient in a step.
-ADAMW_MATRICES = ("lm_head.weight", "mask.weight", "confidence.weight")
+# Matrices that AdamW updates under Muon: most rows of an output matrix or of a table of ids get no gradient.
+ADAMW_MATRICES = (
+    "lm_head.weight", "mask.weight", "confidence.weight",
+    "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight",
+)  # fmt: skip
 
 
 def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:

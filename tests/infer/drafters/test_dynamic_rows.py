@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.infer.conftest import build_small_dspark
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.cache.cache_manager import MemorySettings
@@ -30,6 +31,8 @@ PROMPTS = [[9, 12, 5, 20, 14], [3, 17, 2, 11], [22, 9, 9, 13, 1, 8]]
 
 def head_of(name, target, shared_draft, kept=KEPT) -> DraftCheckpoint:
     """A shared head, or EAGLE-3 with the target's own rows as its output matrix."""
+    if name == "dflash":
+        return replace(build_small_dspark(target, name), token_map=TokenMap.from_ids(kept, 24))
     if name != "eagle3":
         return shared_draft(name, kept)
     torch.manual_seed(4)
@@ -88,7 +91,7 @@ def test_one_product_scores_map_and_block(small_target):
     torch.testing.assert_close(changed[:, len(KEPT) :], wanted[:, len(KEPT) :])
 
 
-@pytest.mark.parametrize("name", ["eagle2", "mtp", "mtp-three-layers", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle2", "mtp", "mtp-three-layers", "eagle3", "dflash"])
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
 def test_they_are_drafted_and_the_answers_stay(name, shape, small_target, shared_draft):
     """Drafts outside of the map are ids of the requests' own texts, and are accepted too."""

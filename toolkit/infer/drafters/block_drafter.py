@@ -129,7 +129,7 @@ class BlockReader(HeadReader):
             assert given is not None, "a head with a bias reads the token before"
             return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
         if self.head.dynamic is not None:
-            return self.head.scores(self._block.after(states, before, embeds))
+            return self.head.scores(self._block.after(states, before, embeds)).expand(-1, before.shape[1], -1)
         return scores.expand(-1, before.shape[1], -1)
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:

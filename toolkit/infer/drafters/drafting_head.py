@@ -123,7 +123,7 @@ def _dynamic_rows(draft: DraftCheckpoint, target: Target, of_map: nn.Module) -> 
         log.warning("no dynamic rows: the head drafts all %d ids already; --token-map cuts them", target.vocab_size)
         return None
     if not draft.head.other_rows:
-        log.warning("no dynamic rows: the head's bias for a token has rows for the ids of its token map alone")
+        log.warning("no dynamic rows: the head's Markov bias covers the drafted ids alone")
         return None
     if isinstance(of_map, SharedOutput):
         return DynamicRows(target, draft.token_map, size, target.finish_scores, of_map.lm_head)

@@ -63,8 +63,9 @@ class EngineConfig:
     )
     token_map: str | Path | None = option(
         None,
-        "freq_N.pt, as `toolkit build-token-map` writes it: only these ids are drafted. For eagle2 and mtp heads, "
-        "which score tokens by the target's output matrix. Ids of special tokens and ends of turns are added",
+        "freq_N.pt, as `toolkit build-token-map` writes it: only these ids are drafted. For heads "
+        "that score tokens by the target's output matrix (eagle2, mtp, some dspark). Ids of special tokens and ends of "
+        "turns are added",
         metavar="FILE",
     )
     dynamic_rows: int = option(

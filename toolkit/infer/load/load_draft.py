@@ -161,7 +161,7 @@ def check_takes_token_map(draft: Draft, path: str | Path) -> None:
     if isinstance(draft, DraftCheckpoint) and not draft.head.config.own_vocabulary:
         return
     if isinstance(draft, DraftCheckpoint):
-        why = f"an {draft.kind} head has an output matrix of its own, over the {draft.token_map.size} ids of its map"
+        why = f"this {draft.kind} head has an output matrix of its own, over the {draft.token_map.size} ids of its map"
     else:
         why = "n-gram lookup scores no tokens"
     raise ConfigError(
@@ -193,7 +193,10 @@ def fit_draft(
     if not 0 <= confidence <= 1:
         raise ConfigError(f"`draft_confidence` is {confidence}; a chance from 0 to 1 is needed")
     if confidence and not (isinstance(draft, DraftCheckpoint) and says_confidence(draft)):
-        raise ConfigError(f"`draft_confidence` is {confidence}, but only block and dspark heads have one; leave it out")
+        raise ConfigError(
+            f"`draft_confidence` is {confidence}, but this draft does not say how sure it is, as block and DSpark "
+            "heads do; leave it out"
+        )
     if not isinstance(draft, DraftCheckpoint):
         if dynamic_rows:
             raise ConfigError(f"`dynamic_rows` is {dynamic_rows}, but n-gram lookup scores no tokens; leave it out")
