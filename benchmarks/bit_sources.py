@@ -147,13 +147,16 @@ class Source(NamedTuple):
 
 
 def sources(one: Trace, other: Trace) -> dict[str, Source]:
-    """The kinds of operations that differ by themselves: in the order of the text, then of layers.
+    """The kinds of operations that differ by themselves: in the order of the text, then of layers, as far as the two
+    answers have the same tokens. A token's first operation is given its id.
 
     An attention's result differs by itself only where no earlier token's differed in this layer. What torch computes
     between two modules counts as `before` the second."""
     counts, totals, first = Counter[str](), Counter[str](), dict[str, str]()
     unequal_keys = set[str]()
     for place in sorted(one.keys() & other.keys()):
+        if one[place][0][2] != other[place][0][2]:
+            break  # the answers part here, by what differed before: another token's numbers are others
         clean = True  # nothing differed for this token yet
         for (name, kind, given, returned), (_, _, given2, returned2) in zip(one[place], other[place], strict=True):
             source = None

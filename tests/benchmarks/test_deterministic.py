@@ -90,6 +90,10 @@ def test_the_operation_that_differs_is_named(script, tiny_draft):
     (found,) = tool.sources(first_trace, second_trace).items()
     assert found[0] == type(act).__name__ and found[1].first == "layers.1.mlp.act_fn, token 20"
     assert 7 <= found[1].differs < found[1].results
+    # From where the answers part, another token's numbers are no sign of a source.
+    other_token = ("embed_tokens", "Embedding", b"another", b"another")
+    parted = {place: ops if place < 23 else [other_token, *ops[1:]] for place, ops in second_trace.items()}
+    assert [(kind, one.differs) for kind, one in tool.sources(first_trace, parted).items()] == [(found[0], 3)]
 
 
 def test_the_record_of_sources(script, tiny_target_directory, tmp_path):
