@@ -16,7 +16,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.block_unroll import unroll_blocks
-from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.draft_head import HeadPlan, plan_head, start_head, trained_head
+from toolkit.train.head_snapshot import head_of
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
@@ -134,3 +135,25 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()
+
+
+def test_a_copy_of_the_weights_forecasts_as_the_head_in_training(tiny_target, trained):
+    """What a head holds of the target (the embedding of a mask) is not among its weights."""
+    model, side, draft, prompts = trained
+    config = draft.head.config
+    batch = _batch(prompts, [prompt[:1] * 8 for prompt in prompts])
+    plan = HeadPlan(config, draft.token_map, config.features.layer_ids(tiny_target.n_layers))
+    settings = TrainSettings(
+        head=HeadSettings(kind=draft.kind, layers=config.layers * config.stages), unroll=UnrollSettings(ttt_steps=STEPS)
+    )
+    copied = head_of(model.head.state_dict(), config, tiny_target.device, torch.float32)
+    again = trained_head(plan, settings, copied, side.teacher).eval()
+    inputs = side.inputs(batch, STEPS)
+    arguments = (inputs.aux, inputs.embeds, inputs.supervision, None, side.token_map.to_draft(inputs.written), None)
+    with torch.no_grad():
+        (_, _, hits), (_, _, wanted) = (one(*arguments, inputs.before) for one in (again, model))
+        states = [one.head.first_hidden(inputs.aux) for one in (again, model)]
+    assert all(torch.equal(*pair) for pair in zip(hits, wanted, strict=True))
+    assert torch.equal(*states)
+    if draft.kind == "dspark":
+        assert torch.equal(copied.mask, model.head.mask) and not copied.mask.isnan().any()

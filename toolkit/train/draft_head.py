@@ -117,7 +117,6 @@ def start_head(
     stored: the features of the batches; None computes them with the target's forward.
     """
     head = build_head(plan.config).to(target.device)
-    head.read_target(target.embed_tokens)
     if isinstance(plan.config, DSparkConfig):
         _check_mask(plan.config.mask_token_id, target)
     own_vocabulary = plan.config.own_vocabulary
@@ -155,6 +154,7 @@ def _check_mask(token: int, target: Target) -> None:
 
 def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teacher: Teacher) -> TrainedHead:
     """The module that training runs: the head with its unroll and losses."""
+    head.read_target(teacher.target.embed_tokens)
     token_weight, feature_weight = plan.config.loss_weights(settings.unroll)
     return TrainedHead(
         head,

@@ -48,7 +48,6 @@ class HeadAdapter:
         of fewer than two ids)."""
         # Made anew: it copies rows of the target's output matrix, and its hooks would keep the states, and with them
         # the graphs, of the target's own training.
-        self.head.read_target(self.target.embed_tokens)
         side = TargetSide(self.target, self.plan.token_map, self.plan.aux_layer_ids, "fp32")
         model = trained_head(self.plan, self.settings, self.head, side.teacher)
         losses: list[float] = []

@@ -123,7 +123,6 @@ def continued_head(
         head.config, head.lm_head = config, OutputMatrix(config.hidden_size, len(rows), bias=False)
         head.lm_head.weight = nn.Parameter(rows)
     head = head.cast(target.device, torch.float32).train().requires_grad_(True)
-    head.read_target(target.embed_tokens)
     if settings.head.lm_head == "frozen":
         head.lm_head.weight.requires_grad_(False)
     log.info(
