@@ -19,7 +19,7 @@ from toolkit.bench.sampled_distribution import Continuations, most_even_distribu
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
 from toolkit.heads.block import BlockDraftHead
-from toolkit.infer.drafters.block_drafter import default_shape, drafts_at_once
+from toolkit.infer.drafters.block_drafter import bias_of_map, block_of, default_shape, drafts_at_once
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -271,12 +271,8 @@ class CheckedHead:
 
 def _scores_after(head: DraftingHead, states: Tensor, before: Tensor, embeds: Tensor) -> Tensor:
     """Logits [T, D] of a block drafter's states [T, H] after the tokens `before` [T] with the embeddings [T, H]."""
-    block = head.module
-    assert isinstance(block, BlockDraftHead), "called for block drafters only"
-    scores, given, rows = head.logits(0, states), block.before(before, embeds), block.bias_rows(head.scores)
-    if given is None or rows is None:
-        return scores
-    return scores + given.to(scores.dtype) @ (rows if head.output is None else rows[:, head.to_target]).to(scores.dtype)
+    scores, given, bias = head.logits(0, states), block_of(head).before(before, embeds), bias_of_map(head)
+    return scores if given is None or bias is None else scores + given.to(scores.dtype) @ bias.to(scores.dtype)
 
 
 def _first_drafts(head: BlockDraftHead, embeds: Tensor, hidden: Tensor) -> Tensor:

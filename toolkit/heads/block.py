@@ -108,6 +108,11 @@ class BlockDraftHead(DraftHead):
     def normed(self, states: Tensor) -> Tensor:
         return self.norm(states)
 
+    def layer_copies(self) -> list[LayerCopy]:
+        """Its layers as copies of the target's last ones."""
+        count = len(self.layers)
+        return [LayerCopy(layer, at - count, prefix=f"layers.{at}.") for at, layer in enumerate(self.layers)]
+
     @abstractmethod
     def before(self, tokens: Tensor, embeds: Tensor) -> Tensor | None:
         """What the Markov bias reads of the tokens before the predicted ones: ids [...] and embeddings [..., H] ->
@@ -210,11 +215,8 @@ class BlockHead(BlockDraftHead):
     def warm_start(self) -> WarmStart:
         """Copy the target's last layers. `fc` gives the input of the first of them at t to the keys; with `query` it
         predicts that input at t+1 from f_t and x_{t+1}, as an EAGLE-3 head's fc does."""
-        count = len(self.layers)
         return WarmStart(
-            copies=[
-                LayerCopy(layer, number - count, prefix=f"layers.{number}.") for number, layer in enumerate(self.layers)
-            ],
+            copies=self.layer_copies(),
             last_norm=("norm.weight", self.norm),
             solved=self.fc,
             solved_reads=lambda _embeds, features: features,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from toolkit.heads.block import BlockDraftConfig, BlockDraftHead, Write
 from toolkit.heads.decoder_layer import DecoderLayer
-from toolkit.heads.draft_head import LayerCopy, OutputMatrix, Project, WarmStart
+from toolkit.heads.draft_head import OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadError
 from toolkit.heads.rope import Rope
 
@@ -228,14 +228,11 @@ class DSparkHead(BlockDraftHead):
 
     def warm_start(self) -> WarmStart:
         """Copy the target's last layers. `fc` gives the input of the first of them; its norm is the context's too."""
-        count, first = len(self.layers), self.layers[0]
         return WarmStart(
-            copies=[
-                LayerCopy(layer, number - count, prefix=f"layers.{number}.") for number, layer in enumerate(self.layers)
-            ],
+            copies=self.layer_copies(),
             last_norm=("norm.weight", self.norm),
             solved=self.fc,
             solved_reads=lambda _embeds, features: features,
             ahead=False,
-            same_norms=[(self.hidden_norm, first.get_submodule("input_layernorm"))],
+            same_norms=[(self.hidden_norm, self.layers[0].get_submodule("input_layernorm"))],
         )

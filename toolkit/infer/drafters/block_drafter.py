@@ -77,17 +77,12 @@ class BlockReader(HeadReader):
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
         self._block = block_of(head)
-        self._bias = None if head.dynamic is not None else self._bias_of_rows()
-
-    def _bias_of_rows(self) -> Tensor | None:
-        rows = self._block.bias_rows(self.head.scores)
-        # A head without an output matrix has a bias for every id.
-        return rows if rows is None or self.head.config.own_vocabulary else rows[:, self.head.to_target]
+        self._bias = None if head.dynamic is not None else bias_of_map(head)
 
     def weights_changed(self) -> None:
         """Computes the bias again, in place: recorded rounds read it."""
         if self._bias is not None:
-            bias = self._bias_of_rows()
+            bias = bias_of_map(self.head)
             assert bias is not None, "it had one"
             self._bias.copy_(bias)
 
@@ -138,6 +133,13 @@ class BlockReader(HeadReader):
         odds = self._block.confident(self._block.after(states, before, self._embed(before).to(self.dtype)))
         assert odds is not None, "checked when the draft was loaded"
         return odds.float().sigmoid()
+
+
+def bias_of_map(head: DraftingHead) -> Tensor | None:
+    """Returns the second factor of the Markov bias for the ids of the token map, [r, D]; None without a bias."""
+    rows = block_of(head).bias_rows(head.scores)
+    # A head without an output matrix has a bias for every id.
+    return rows if rows is None or head.config.own_vocabulary else rows[:, head.to_target]
 
 
 def block_of(head: DraftingHead) -> BlockDraftHead:

@@ -71,8 +71,8 @@ class EngineConfig:
     dynamic_rows: int = option(
         0,
         "let the head draft N ids outside of its token map too: those that the prompts and the latest tokens contain. "
-        "For heads that score tokens by rows of the target's output matrix (eagle2, mtp; eagle3 with lm_head frozen or "
-        "target). 0: none (default)",
+        "For heads that score tokens by rows of the target's output matrix (eagle2, mtp, DFlash; eagle3 with lm_head "
+        "frozen or target). 0: none (default)",
         metavar="N",
     )
     draft_confidence: float = option(
