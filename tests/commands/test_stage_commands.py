@@ -280,7 +280,7 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--token-map", "x.pt"], "--token-map is x.pt, but an eagle3 head has an output matrix of its own"),
+        (["--token-map", "x.pt"], "--token-map is x.pt, but this eagle3 head has an output matrix of its own"),
         (["--max-tokens", "0"], "max_tokens = 0"),
         (["--temperature", "-1"], "temperature = -1.0"),
         (["--temperature", "inf"], "temperature = inf"),
