@@ -82,15 +82,16 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float, settings
 
 
 def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """Share of the peak learning rate at the 0-based optimizer step: linear warm-up, then decay to 0.1, or constant."""
+    """Share of the peak learning rate at the 0-based optimizer step: linear warm-up, then decay to 0 at the end, as
+    EAGLE and SpecForge do, or constant."""
     warmup = max(1, round(settings.optimizer.warmup_ratio * total_steps))
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, total_steps - warmup)
     return {
         "constant": 1.0,
-        "linear": 1.0 - 0.9 * done,
-        "cosine": 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)),
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
     }[settings.optimizer.schedule]
 
 
