@@ -79,6 +79,7 @@ DEFINITIONS = {
     "tokens_unequal": "answers whose tokens are not those of the request alone",
     "cost": "seconds with the option over seconds without, in turns; null: there is no pair",
 }
+SLACK = 64  # tokens of a tight cache beyond the longest context
 Bits = list[tuple[list[int], list[Any]]]
 
 
@@ -92,7 +93,7 @@ class Asked:
         """Tokens of a cache that holds about three requests, and the longest one."""
         most = max(len(prompt) + one.max_tokens for prompt, one in zip(self.prompts, self.params, strict=True))
         mean = statistics.mean(map(len, self.prompts)) + max(one.max_tokens for one in self.params)
-        return int(max(most + 128, 3 * mean)) // 16 * 16
+        return int(max(most + 2 * SLACK, 3 * mean)) // 16 * 16
 
 
 def questions(target: Target, limit: int, max_tokens: int) -> Asked:
@@ -124,7 +125,8 @@ class Side:
     def run(self, asked: Asked, options: dict[str, Any], drafts: str | None) -> tuple[float, list[Request]]:
         """Seconds and answers."""
         if "max_total_tokens" in options:
-            options = {**options, "max_total_tokens": asked.preempting}
+            total = asked.preempting
+            options = {**options, "max_total_tokens": total, "context_length": total - SLACK}
         draft = {None: None, HEAD: self.draft, NGRAM: NgramLookup()}[drafts]
         with closing(build_engine(self.config.with_options(**options), self.target, draft).engine) as engine:
             engine.generate(asked.prompts[:1], asked.params[:1])  # the first products of a process take longer
