@@ -173,7 +173,8 @@ class Results:
     Raises ValueError when --resume names a record of other settings.
     """
 
-    def __init__(self, out: Path | None, settings: dict[str, Any], resume: bool) -> None:
+    def __init__(self, out: Path | None, settings: dict[str, Any], resume: bool, note: str | None) -> None:
+        self.note = note
         self.out = out or RESULTS / f"deterministic-{machine_name(hardware())}.json"
         self.rows: list[dict[str, Any]] = []
         self.settings, self.described = settings, dict[str, Any]()
@@ -195,7 +196,10 @@ class Results:
             flag = "with" if row["deterministic"] else "without"
             print(f"{row['engine']}, {row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of "
                   f"{row['requests']}", flush=True)  # fmt: skip
-        more = {"definitions": DEFINITIONS, **self.described}
+        self.write()
+
+    def write(self) -> None:
+        more = {"definitions": DEFINITIONS, "note": self.note, **self.described}
         write_record(self.out, make_record("deterministic", command_line(), self.settings, self.rows, **more))
 
     def show(self) -> None:
@@ -247,15 +251,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
+    parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the rows that the record has")
     args = parser.parse_args(words)
     if VLLM in args.engines and args.vllm_python is None:
         parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")
     settings = {name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats")}
-    results = Results(args.out, settings, args.resume)
+    results = Results(args.out, settings, args.resume, args.note)
     for variant in args.variants:
         measure(variant, args, results)
+    results.write()
     results.show()
     return 0
 
