@@ -200,7 +200,8 @@ class Results:
 
     def write(self) -> None:
         more = {"definitions": DEFINITIONS, "note": self.note, **self.described}
-        write_record(self.out, make_record("deterministic", f"python benchmarks/{command_line()}", self.settings, self.rows, **more))
+        command = f"python benchmarks/{command_line()}"
+        write_record(self.out, make_record("deterministic", command, self.settings, self.rows, **more))
 
     def show(self) -> None:
         columns = (*KEYS, "requests", "equal", "unequal", "tokens_unequal", "seconds", "cost")
