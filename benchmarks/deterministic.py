@@ -185,7 +185,7 @@ class Results:
                     f"--resume: {self.out} has the settings {earlier['settings']}, this run has {settings}; name the "
                     "same options, or another --out"
                 )
-            self.rows = earlier["rows"]
+            self.rows, self.note = earlier["rows"], note or earlier.get("note")
 
     def lacks(self, engine: str, dtype: str, schedule: str) -> bool:
         return all((row["engine"], row["dtype"], row["schedule"]) != (engine, dtype, schedule) for row in self.rows)

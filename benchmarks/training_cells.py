@@ -22,7 +22,7 @@ from toolkit.infer.engine.cpu_door import load_target
 from toolkit.jsonl import read_rows
 from toolkit.pipeline.run_target import best_device
 from toolkit.pipeline.token_map import map_rollouts
-from toolkit.recipe import Recipe, result_settings
+from toolkit.recipe import Recipe, result_settings, training_settings
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
@@ -69,7 +69,7 @@ def cell_of(source: str, job: Job, rate: float, warmup: float) -> Cell:
     train = replace(job.recipe.train, optimizer=replace(optimizer, **tried))
     job = replace(job, recipe=replace(job.recipe, train=train))
     files = [sha256_file(job.run / name) for name in (ROLLOUTS, TOKEN_MAP)]
-    decides = {name: value for name, value in result_settings(benched(job)).items() if name not in (*IDLE, *tried)}
+    decides = {name: value for name, value in training_settings(benched(job)).items() if name not in (*IDLE, *tried)}
     digest = sha256_json([result_settings(job.recipe.target), decides, *files, job.prompts])[:16]
     name = f"{job.variant}-{job.tokens}-{job.recipe.seed}-{rate:g}-{warmup:g}-{digest}".replace(" ", "-")
     return Cell(source, replace(job, head=job.run / "heads" / f"{name}.safetensors"), digest)

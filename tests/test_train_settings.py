@@ -13,7 +13,7 @@ import pytest
 from tests.test_recipe import MINIMAL, refused, write
 from toolkit.pipeline.manifest import Manifest, differences
 from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe, result_settings, training_settings
-from toolkit.train_settings import DataSettings, HeadSettings, TrainSettings
+from toolkit.train_settings import DataSettings, HeadSettings, OptimizerSettings, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,8 @@ def test_fingerprints_keep_the_names_of_older_run_folders() -> None:
     later = {name for key in decisive if (name := key.metadata.get("fingerprint_name"))}
     assert len(later | found.keys()) == 3 + len(decisive), "two settings share a name"
     assert later and not later & found.keys(), "a default that came later would change older fingerprints"
-    assert training_settings(TrainSettings()) == found
+    constant = TrainSettings(optimizer=OptimizerSettings(schedule="constant"))
+    assert training_settings(constant) == result_settings(constant)
 
 
 def test_a_loss_that_changed_is_trained_again() -> None:
@@ -133,4 +134,12 @@ def test_a_loss_that_changed_is_trained_again() -> None:
     mtp = TrainSettings(head=HeadSettings(kind="mtp"))
     older = Manifest("train", "done", {"train": result_settings(mtp)}, {})
     del older.settings["train"]["vocabulary"]  # of that time
-    assert differences(older, {"train": training_settings(mtp)}, {}) == ["train.loss_version changed from None to 2"]
+    told = differences(older, {"train": training_settings(mtp)}, {})
+    assert "train.loss_version changed from None to 2" in told
+
+
+def test_a_schedule_that_changed_is_trained_again() -> None:
+    """The falling schedules once ended at a tenth of the rate: such a head is not what the settings say today."""
+    older = Manifest("train", "done", {"train": result_settings(TrainSettings())}, {})
+    told = differences(older, {"train": training_settings(TrainSettings())}, {})
+    assert told == ["train.schedule_version changed from None to 2"]

@@ -247,9 +247,11 @@ def result_settings(section: Any) -> dict[str, Any]:
 
 
 def training_settings(train: TrainSettings) -> dict[str, Any]:
-    """Return what decides the result of a training: its settings, and the version of a loss that has changed."""
+    """Return what decides the result of a training: its settings, and versions of a loss or schedule that changed."""
     version = train.head.loss_version
-    return result_settings(train) | ({} if version == 1 else {"loss_version": version})
+    found = result_settings(train) | ({} if version == 1 else {"loss_version": version})
+    # Version 1 of the falling schedules ended at a tenth of the peak learning rate.
+    return found if train.optimizer.schedule == "constant" else found | {"schedule_version": 2}
 
 
 def print_config(recipe: Recipe) -> None:
