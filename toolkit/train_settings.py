@@ -110,7 +110,7 @@ class OptimizerSettings:
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.04, "share of the steps in which the learning rate rises"
     )
-    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "after warm-up; cosine and linear end at 0")
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "the rate after warm-up: to 0, or constant")
     weight_decay: NonNegativeFloat = setting(0.0, "decoupled weight decay of both optimizers")
     betas: tuple[Beta, Beta] = setting((0.9, 0.95), "decay of AdamW's two moments")
     max_grad_norm: PositiveFloat | None = setting(
