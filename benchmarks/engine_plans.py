@@ -252,13 +252,13 @@ def _no_head(head: DraftCheckpoint | None, needed: str) -> str:
 
 
 def _only(plans: list[Plan], names: list[str] | None) -> list[Plan]:
-    """The plans of those names, with the plain rows that they are compared with."""
+    """The plans of those names, with the plain rows that they are compared with and the null control of intervals."""
     if not names:
         return plans
     unknown = sorted(set(names) - {plan.name for plan in plans})
     if unknown:
         raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
     wanted = [plan for plan in plans if plan.name in names]
-    needed = {REFERENCE, *names, *(plan.over for plan in wanted), *(plan.equals for plan in wanted)}
+    needed = {REFERENCE, NULL, *names, *(plan.over for plan in wanted), *(plan.equals for plan in wanted)}
     needed |= {plan.equals for plan in plans if plan.name in needed}  # of the compiled plain rows
     return [plan for plan in plans if plan.name in needed]

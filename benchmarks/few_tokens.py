@@ -1,7 +1,7 @@
 """Which recipe makes the better head of few tokens, each at its best: variants x tokens x seeds x sources of prompts.
 
     python benchmarks/few_tokens.py RUN_OR_ROLLOUTS ... [--tokens 50000 200000] [--minutes 60] [--jobs 2] [a.b=c ...]
-    python benchmarks/few_tokens.py RUN_OR_ROLLOUTS ... --show
+    python benchmarks/few_tokens.py --show [RUN_OR_ROLLOUTS ...]
 
 A source is a run folder, or a rollouts file, whose token map is then built. `published` is training_published.py;
 `ours` is the recipe (by default the demo's) with the settings that follow as a.b=c. --variant "NAME a.b=c ..." adds
@@ -10,13 +10,15 @@ one that changes a few of them.
 The held-out rollouts of a source are cut in two halves. For every variant, source and number of tokens, learning rate
 and warm-up are chosen by the forecast on the validation half: all --rates (or, of Muon, as many --muon-rates) at the
 first of --warmups and the first seed, then the best of them at the other warm-ups. The chosen one is trained with the
-other seeds too. Only its heads see the test half, where the engine measures accept_length as well. A head's warm start
-is fitted on the first tokens of its own training, and its time counts.
+other seeds too. Only its heads see the test half, where the engine measures accept_length as well; --screen leaves
+both out, so that many variants can be compared without a look at the test half. A head's warm start is fitted on the
+first tokens of its own training, and its time counts.
 
 Resumable: the row of each training and each test is appended to --rows as it ends, heads are kept beside the features,
 and what stands there is not done again: few tokens come first. Killed or out of --minutes, the same command goes on,
 also with more rates, seeds or variants. Another day, on another machine, needs the rollouts
 file and the record, --continues. At the end, and at any time by --show, all rows together become the record.
+Without a source, --show prints the records that there are.
 Writes benchmarks/results/training-few-tokens-<hardware>.json.
 """
 
@@ -31,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from few_tokens_table import PUBLISHED, best, show, summary, tries_of, warnings
+from few_tokens_table import NAME, PUBLISHED, best, show, show_records, summary, tries_of, warnings
 from results_folder import leave
 from training_cells import TRIED, Cell, cell_of, ended_by_signal, in_processes, key_of, prepare
+from training_jobs import CHAIN, ROLLOUTS, SPLITS, TEST, VALIDATION, Job, in_process_of_its_own
 from training_jobs import DEFINITIONS as OF_TRAININGS
-from training_jobs import ROLLOUTS, SPLITS, TEST, VALIDATION, Job, in_process_of_its_own
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record, read_record
@@ -54,6 +56,7 @@ DEFINITIONS = {
     "commit": "of this row, as date and machine, when its job began; the record's own are of its writing",
     "diverged": "what the trainer said of a training that ended in no finite number, else null; in rows over all "
     "seeds: how many of the tries",
+    "diverged_seeds": "whose training diverged at the chosen rate and warm-up: they are in no mean of the row",
     "seed": "null: a row over all `seeds`, pooled over their verify steps; its times and tokens are means",
     "accept_length_spread": "sample standard deviation over seeds; null with fewer than two",
     "accept_length_ratio": "to the published recipe's at its own best rate and warm-up, the same tokens, source, seeds "
@@ -81,6 +84,10 @@ class Plan:
             for change in changes:
                 if change.partition("=")[0] in {f"train.optimizer.{one}" for one in tried}:
                     raise SystemExit(f"variant {name!r}: {change} is chosen by validation; use --rates or --warmups")
+            train = self.recipes[name].train
+            if train.head.kind in ("block", "dspark") and train.unroll.ttt_steps < CHAIN:
+                few = f"train.unroll.ttt_steps={train.unroll.ttt_steps}"
+                raise SystemExit(f"variant {name!r}: {few} trains shorter blocks than the chain of {CHAIN} that judges")
         self._made: dict[tuple[Any, ...], Cell] = {}
 
     def cell(self, source: str, tokens: int, variant: str, seed: int, rate: float, warmup: float, split: str) -> Cell:
@@ -129,6 +136,8 @@ class Plan:
         if won is None:
             return
         yield [self.cell(*of, seed, won["learning_rate"], warmup, VALIDATION) for warmup in others]
+        if self.args.screen:
+            return
         won = best(tries_of(rows, *of))
         assert won is not None, "there was one"
         chosen = won["learning_rate"], won["warmup_ratio"]
@@ -180,7 +189,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "given", nargs="+", metavar="SOURCE | a.b=c", help="[NAME:]run folder or rollouts file; settings"
+        "given", nargs="*", metavar="SOURCE | a.b=c", help="[NAME:]run folder or rollouts file; settings"
     )
     parser.add_argument("--recipe", default=None, help="of `ours` (default: the demo recipe)")
     parser.add_argument(
@@ -197,6 +206,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmups", type=float, nargs="+", default=[0.015, 0.1], help="shares of the steps, tried")
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="these alone (default: all)")
     parser.add_argument("--variant", action="append", default=[], metavar='"NAME a.b=c ..."', help="one more")
+    parser.add_argument("--screen", action="store_true", help="the first seed's tries alone, and no tests")
     parser.add_argument("--prompts", type=int, default=64, help="of the test half that the engine answers, at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of the engine's answers")
     parser.add_argument("--minutes", type=float, help="start no cell after so many")
@@ -231,8 +241,6 @@ def named_sources(given: Sequence[str]) -> dict[str, Path]:
         if name in found:
             raise SystemExit(f"two sources are called {name}; write OTHER-NAME:{where}")
         found[name] = where
-    if not found:
-        raise SystemExit("no source came; name run folders or rollouts files")
     return found
 
 
@@ -268,11 +276,16 @@ def write_record(args: argparse.Namespace, plan: Plan) -> None:
     show(rows, tested)
     command = f"python benchmarks/{command_line()}"
     record = make_record("training", command, settings, tested + rows, definitions=DEFINITIONS, note=args.note)
-    leave(record, "training-few-tokens", args.out)
+    leave(record, NAME, args.out)
 
 
 def main() -> int:
     args = arguments()
+    if not args.sources:
+        if args.show:
+            show_records()
+            return 0
+        raise SystemExit("no source came; name run folders or rollouts files")
     torch.set_num_threads(args.threads)
     if not args.show:  # others may be writing
         args.rows.parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +294,8 @@ def main() -> int:
     folders = {name: args.features / name for name in args.sources}
     if not args.show:
         for name, given in args.sources.items():
-            said = in_process_of_its_own(prepare, folders[name], given, recipe_of(args))
+            trainings = [recipe.train for recipe in Plan(args, folders).recipes.values()]
+            said = in_process_of_its_own(prepare, folders[name], given, recipe_of(args), trainings)
             print(f"{name}: {said}", file=sys.stderr, flush=True)
     unprepared = [name for name, folder in folders.items() if not folder.is_dir()]
     if unprepared:

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from results_folder import RESULTS
 from rich.console import Console
 from rich.table import Table
 from training_jobs import CHAIN, TEST, VALIDATION
 
 from toolkit.bench.bootstrap import RESAMPLES
+from toolkit.bench.records import read_record
 from toolkit.bench.table import NONE, decimal
 
 Row = dict[str, Any]
-PUBLISHED = "published"
+PUBLISHED, NAME = "published", "training-few-tokens"
 COUNTS = {"accept_length": "by_prompt", "forecast": "forecast_by_prompt"}
 SUMMED = ("tokens", "start_tokens", "start_seconds", "seconds", "processor_seconds", "seconds_per_step")
 
@@ -47,18 +49,22 @@ def summary(rows: Sequence[Row]) -> list[Row]:
         tests = chosen_tests(rows, source, tokens, variant)
         if tests:
             base = chosen_tests(rows, source, tokens, PUBLISHED) if variant != PUBLISHED else []
-            found.append(over_seeds(tests, base) | tried(tries_of(rows, source, tokens, variant)))
+            row = over_seeds(tests, base) | tried(tries_of(rows, source, tokens, variant))
+            found.append(row | {"diverged_seeds": [one["seed"] for one in same_try(rows, row) if one["diverged"]]})
     return found
 
 
 def chosen_tests(rows: Sequence[Row], source: str, tokens: int, variant: str) -> list[Row]:
     """The test rows of the best try; of others, which were chosen before it was tried, none."""
     won = best(tries_of(rows, source, tokens, variant))
-    if won is None:
-        return []
+    tests = [row for row in rows if row["split"] == TEST and row["diverged"] is None]
+    return [] if won is None else same_try(tests, won)
+
+
+def same_try(rows: Sequence[Row], row: Row) -> list[Row]:
+    """Rows of the same training but for the seed."""
     names = ("source", "asked_tokens", "variant", "learning_rate", "warmup_ratio", "digest")
-    same = [row for row in rows if row["split"] == TEST and row["diverged"] is None]
-    return [row for row in same if all(row[name] == won[name] for name in names)]
+    return [one for one in rows if all(one[name] == row[name] for name in names)]
 
 
 def tried(tries: Sequence[Row]) -> Row:
@@ -145,10 +151,23 @@ def show(rows: Sequence[Row], tested: Sequence[Row]) -> None:
             if variant in done:
                 table.add_row(variant, *in_words(done[variant]))
             elif tries:
-                table.add_row(variant, f"{len(tries)} tried, none tested yet")
+                won = best(tries)
+                forecast = "all diverged" if won is None else f"validation {decimal(won['forecast'])}"
+                table.add_row(variant, f"{len(tries)} tried, none tested", NONE, NONE, forecast)
         Console(width=130).print(table)
         if len(set(filter(None, counts.values()))) > 1:
             print(f"warning: not as many tries for each: {counts}")
+
+
+def show_records() -> None:
+    """The tables of the records in the folder of results. Raises `SystemExit` where there are none."""
+    files = sorted(RESULTS.glob(f"{NAME}-*.json"))
+    if not files:
+        raise SystemExit(f"{RESULTS} has no record {NAME}-*.json; name run folders or rollouts files")
+    for file in files:
+        rows = read_record(file, "training")["rows"]
+        print(file.name)
+        show([row for row in rows if row["seed"] is not None], [row for row in rows if row["seed"] is None])
 
 
 def in_words(row: Row) -> list[str]:
@@ -160,7 +179,8 @@ def in_words(row: Row) -> list[str]:
         seeds = "" if spread is None else f" ±{spread:.2f}"
         cells.append(bounded(row[name], row[_interval(name)]) + seeds)
         cells.append(bounded(row[f"{name}_ratio"], row[f"{name}_ratio_interval"]))
-    return [*cells, f"{row['seconds'] / 60:.1f} (n={len(row['seeds'])})"]
+    lost = f", {len(row['diverged_seeds'])} diverged" if row.get("diverged_seeds") else ""
+    return [*cells, f"{row['seconds'] / 60:.1f} (n={len(row['seeds'])}{lost})"]
 
 
 def bounded(value: float | None, interval: Sequence[float] | None) -> str:

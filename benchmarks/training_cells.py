@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
 from toolkit.train.training_data import read_data
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write, sha256_file, sha256_json
 
 # Settings of a training that a job of so many tokens does not ask: what ends it and what it measures meanwhile.
@@ -75,11 +76,12 @@ def cell_of(source: str, job: Job, rate: float, warmup: float) -> Cell:
     return Cell(source, replace(job, head=job.run / "heads" / f"{name}.safetensors"), digest)
 
 
-def prepare(place: Path, given: Path, recipe: Recipe) -> str:
+def prepare(place: Path, given: Path, recipe: Recipe, trainings: Sequence[TrainSettings] = ()) -> str:
     """The folder that all cells of a source read: its rollouts and token map, the halves of the held-out rollouts, and
     the features of all its texts, stored once. Meant for a process of its own.
 
     given: a run folder, or a rollouts file, whose token map is built as the recipe says. Nothing is written in it.
+    trainings: whose features are stored (default: the recipe's).
     Raises `ValueError` where the folder is that of other rollouts, or its token map of another size than the recipe's.
     """
     run = given if given.is_dir() else None
@@ -109,7 +111,8 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
             target, place / ROLLOUTS, (place / TOKEN_MAP).parent, recipe.token_map.size, recipe.token_map.coverage
         )
     data = read_data(recipe.train, place / ROLLOUTS, target, recipe.seed)
-    spec = FeatureSpec.of(target, stored_layer_ids(recipe.train, target))
+    layers = {layer for train in trainings or [recipe.train] for layer in stored_layer_ids(train, target)}
+    spec = FeatureSpec.of(target, tuple(sorted(layers)))
     store = FeatureStore.start(place / "features", spec)
     missing = [text for text in texts_of(data) if text not in store]
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ from toolkit.train.real_acceptance import Measurement
 from toolkit.train.step import replayed_steps
 from toolkit.train.training_data import FORECAST_ROLLOUTS, WholeTexts, read_held_out
 from toolkit.train_settings import OnPolicySettings, OptimizerSettings, TrackingSettings, TrainSettings
-from toolkit.weights import load_tensors, save_tensors
+from toolkit.weights import atomic_write, load_tensors, save_tensors
 
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
 VALIDATION, TEST = SPLITS = ("validation", "test")
@@ -47,8 +48,8 @@ DEFINITIONS = {
     "learning_rate": "the highest, of Muon under train.optimizer.name muon, else of AdamW",
     "seconds_per_step": "wall time, the mean",
     "processor_seconds_per_step": "processor time of the process, the mean",
-    "start_tokens": "answer tokens that the head's start was fitted on (train.head.init=target): the first of the "
-    "training's own, never more than `asked_tokens`",
+    "start_tokens": "tokens that the head's start was fitted on (train.head.init=target): of the first rollouts of the "
+    "training, up to the one that reaches `asked_tokens`; under train.data.supervise=all those of prompts count",
     "start_seconds": "building the head with its start, and its optimizer",
     "seconds": "of the training: all steps and the start. Loading the target and storing features is in no row",
     "tokens_per_s": "tokens / seconds",
@@ -69,8 +70,8 @@ Result = TypeVar("Result")
 class Job:
     """One training, and the judgement of its head. run: a folder with rollouts, token map and features. tokens:
     supervised, of the training. split: the half of the held-out rollouts that judges the head, run/<split>.jsonl; None:
-    all of them. prompts: at most so many are answered by the engine, none of `validation`. head: the file that keeps
-    the trained weights: a job that finds it trains nothing."""
+    all of them. prompts: at most so many are answered by the engine, none of `validation`. head: the file or folder
+    that keeps the trained weights, beside what their training took: a job that finds both trains nothing."""
 
     variant: str
     recipe: Recipe
@@ -103,20 +104,39 @@ def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Resul
 
 
 def work(job: Job) -> dict[str, Any]:
-    """The row of a job; meant for a process of its own. Of a head that is kept only what judges it."""
+    """The row of a job; meant for a process of its own. Of a head that is kept, what its training took is read."""
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as name:
         began = trainer_of(job.variant, job.recipe, benched(job), job.run, Path(name))
         row = about(job.variant, job.recipe, began)
-        if job.head is not None and job.head.is_file():
+        if job.head is not None and (took := what_it_took(job.head)) is not None:
+            row |= took
             weights: Weights = load_tensors(job.head)
         else:
-            row |= trained(job, began)
+            took = trained(job, began)
+            row |= took
             weights = gathered_weights(began.accelerator, began.model)
             if job.head is not None:
                 save_tensors(job.head, weights)
+                keep_what_it_took(job.head, took)
         device, config = began.target.device, began.plan.config
         return row | judged(job, began, lambda dtype: head_of(weights, config, device, dtype))
+
+
+def what_it_took(head: Path) -> dict[str, Any] | None:
+    """The columns of a kept head's training; None where the head is missing, or was left half written."""
+    file = _took(head)
+    return json.loads(file.read_text(encoding="utf-8")) if head.exists() and file.is_file() else None
+
+
+def keep_what_it_took(head: Path, took: dict[str, Any]) -> None:
+    """The last thing that is written of a training: a head without it was cut off."""
+    with atomic_write(_took(head)) as file:
+        file.write_text(json.dumps(took), encoding="utf-8")
+
+
+def _took(head: Path) -> Path:
+    return head.with_name(f"{head.name}.json")
 
 
 def trainer_of(variant: str, recipe: Recipe, train: TrainSettings, run: Path, folder: Path) -> Any:
@@ -223,11 +243,11 @@ def supervised(example: Example) -> int:
 
 
 def start_tokens(trainer: Any) -> int:
-    """Answer tokens that the regression of the head's start read: the first of the training's order."""
+    """Supervised tokens that the regression of the head's start read: the first of the training's order."""
     if trainer.settings.start != "target":
         return 0
     batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
-    columns = trainer.model.module.head.warm_start().solved.in_features
+    columns = trainer.model.module.head.warm_start().columns
     taken = regression_batches(batches, columns, trainer.settings.head.start_tokens)
     return sum(int(batch.response.sum()) for batch in taken)
 

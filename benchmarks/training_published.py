@@ -6,7 +6,8 @@ of all positions kept for backward; a loss mask that is not shifted with the pre
 over all B*L positions, supervised or not; AdamW. Where the two differ, SpecForge's choice is taken (rate 1e-4, cosine,
 the teacher's distribution computed once, not in each step). The head, the data, the target's forward and DeepSpeed are
 the product's, so that only the recipe differs. Its rate and warm-up (1e-4 and 0.015, which its authors chose for half a
-million samples) are the settings' own: `few_tokens.py` chooses them for the tokens there are.
+million samples) are the settings' own: `few_tokens.py` chooses them for the tokens there are. So is K, 4 in the demo's
+recipe and 7 in SpecForge's: a chain of 4, which judges the head, drafts by the first four steps.
 
 Shapes: B sequences, L positions, T = B*L, W feature width, H head hidden size, V and D target and draft vocabulary, K
 steps, heads of width hd.
@@ -55,7 +56,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_grad_norm": 0.5,
         "schedule": "cosine",
     },
-    "data": {"pack": False},
+    "data": {"pack": False, "supervise": "answers"},
 }
 
 

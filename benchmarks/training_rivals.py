@@ -7,20 +7,23 @@ Needs their packages beside ours, without what they pin (SpecForge: sglang and a
     pip install --no-deps specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 yunchang loguru pydantic-settings
 
 NAME is a source that few_tokens.py has prepared. Both read our stored features of its rollouts, in our order, one a
-step, at their own defaults but for the rate: that is chosen among --rates by the forecast on the validation
-half, and the test half is looked at for the chosen head alone, as our importer reads what they saved. Every training
-has a process of its own; seconds are those of steps, without loading and storing.
+step, at their own defaults but for two: the rate, chosen among --rates by the forecast on the validation half, and the
+steps of the unroll, the recipe's 4 as in few_tokens.py (SpecForge's default is 7, speculators' 3). Our importer reads
+what they saved; the test half sees the chosen head alone. Seconds are those of steps. Heads are kept for another try.
 
-Neither runs on a CPU as it is. What is replaced, and nothing else: of SpecForge the Triton kernel of the loss, by the
-plain definition in the same file; its FSDP wrapper is left out, as it does itself for wrap=False. Of speculators the
-device, which it takes to be a number, and its fused loss, by --loss-implementation eager. SpecForge's attention is its
-own "sdpa", speculators' its "eager": PyTorch's flex attention has no backward on a CPU.
+Neither runs on a CPU as it is. Replaced, and nothing else: of SpecForge the Triton kernel of the loss, by the plain
+definition in the same file, and its FSDP wrapper is left out (its own wrap=False); of speculators the device, which it
+takes to be a number, and its fused loss, by --loss-implementation eager. Attention is SpecForge's own "sdpa" and
+speculators' "eager": PyTorch's flex attention has no backward on a CPU. Nothing is compiled (TORCH_COMPILE_DISABLE=1):
+both would compile parts anew for every length, minutes a step.
 Writes benchmarks/results/training-rivals-<hardware>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -37,6 +40,7 @@ from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from training_cells import cell_of
 from training_jobs import (
     DEFINITIONS,
     TEST,
@@ -46,7 +50,9 @@ from training_jobs import (
     benched,
     in_process_of_its_own,
     judged,
+    keep_what_it_took,
     trainer_of,
+    what_it_took,
 )
 from training_published import published_settings, shifted
 
@@ -225,18 +231,21 @@ def work(rival: str, job: Job, rate: float) -> dict[str, Any]:
     row: dict[str, Any] = {"rival": rival, "version": version(rival), "learning_rate": rate, "seed": job.recipe.seed}
     with tempfile.TemporaryDirectory() as name:
         ours = trainer_of("published", job.recipe, benched(job), job.run, Path(name))
-        if not job.head.is_dir():
+        if (took := what_it_took(job.head)) is None:
+            shutil.rmtree(job.head, ignore_errors=True)  # cut off while it was saved
             order, of_data = batches_until(ours, job.tokens)
             held = restart_peak(ours.target.device)
             training = Training(ours, order, rate, job.head, [])
             RIVALS[rival](training)
-            row |= of_data | {
+            took = of_data | {
                 "steps": len(order),
                 "seconds_per_step": sum(training.took) / len(order),
                 "seconds": sum(training.took),
                 "peak_memory_bytes": peak(ours.target.device),
                 "held_before_bytes": held,
             }
+            keep_what_it_took(job.head, took)
+        row |= took
         draft = open_head(job.head, target=ours.target.name)
         device = ours.target.device
         return row | judged(job, ours, lambda dtype: draft.head.cast(device, dtype).eval().requires_grad_(False))
@@ -244,17 +253,19 @@ def work(rival: str, job: Job, rate: float) -> dict[str, Any]:
 
 def best_of(rival: str, args: argparse.Namespace, recipe: Recipe) -> list[dict[str, Any]]:
     """The rows of all rates, and of the best one's test."""
-    rows = []
     recipe = replace(recipe, train=published_settings(recipe.train))
-    job = Job(rival, recipe, args.source, args.tokens, VALIDATION, args.prompts, args.max_tokens, args.threads)
-    for rate in args.rates:
-        head = args.heads / f"{rival}-{args.tokens}-{rate:g}"
-        rows.append(in_process_of_its_own(work, rival, replace(job, head=head), rate))
-        print(f"{rows[-1]}", file=sys.stderr, flush=True)
-    won = max(rows, key=lambda row: row["forecast"])
-    head = args.heads / f"{rival}-{args.tokens}-{won['learning_rate']:g}"
-    test = replace(job, split=TEST, head=head)
-    return [*rows, won | in_process_of_its_own(work, rival, test, won["learning_rate"])]
+    sizes = args.prompts, args.max_tokens, args.threads
+
+    def row_at(rate: float, split: str) -> dict[str, Any]:
+        job = Job(f"{rival}-{version(rival)}", recipe, args.source, args.tokens, split, *sizes)
+        job = cell_of(rival, job, rate, recipe.train.optimizer.warmup_ratio).job
+        assert job.head is not None, "cells keep theirs"
+        row = in_process_of_its_own(work, rival, replace(job, head=job.head.with_suffix("")), rate)
+        print(f"{row}", file=sys.stderr, flush=True)
+        return row
+
+    rows = [row_at(rate, VALIDATION) for rate in args.rates]
+    return [*rows, row_at(max(rows, key=lambda row: row["forecast"])["learning_rate"], TEST)]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -286,19 +297,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     args = parser.parse_intermixed_args()
     args.threads = int(users_threads() or 1)
-    args.heads = args.source / "rivals"
     return args
 
 
 def main() -> int:
     args = arguments()
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # before the processes of the trainings import PyTorch
     recipe = load_recipe(args.recipe or DEMO_RECIPE, ["train.data.features=offline", *args.overrides])
     if recipe.train.data.global_batch != 1:
         raise SystemExit(f"train.data.global_batch is {recipe.train.data.global_batch}; here a step has one rollout, 1")
     recipe = replace(recipe, seed=args.seed)
     rows = [row for rival in args.rivals for row in best_of(rival, args, recipe)]
-    settings = {name: getattr(args, name) for name in ("rivals", "tokens", "rates", "prompts", "max_tokens", "threads")}
-    settings |= {"source": args.source.name, "recipe": recipe.name, "target": recipe.target.model}
+    names = ("rivals", "tokens", "rates", "prompts", "max_tokens", "threads")
+    settings = {name: getattr(args, name) for name in names} | {
+        "source": args.source.name,
+        "recipe": recipe.name,
+        "target": recipe.target.model,
+    }
     command = f"python benchmarks/{command_line()}"
     record = make_record("training", command, settings, rows, definitions=DEFINITIONS, note=args.note)
     show(rows)

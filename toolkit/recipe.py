@@ -99,8 +99,8 @@ class RolloutSettings:
     deterministic: bool = setting(
         False,
         "give an answer the same bits whatever is written beside it: here, in train.on_policy and as the head is "
-        "measured (a GPU: untried)",
-        not_in_fingerprint=True,
+        "measured, but not in the prompts that the target writes itself (a GPU: untried)",
+        fingerprint_name="deterministic",
     )
     torch_compile: bool = setting(
         False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True

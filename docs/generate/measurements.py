@@ -171,16 +171,17 @@ SECTIONS = (
     ),
     Section(
         "Heads of few tokens",
-        "How good is a head beside one of the published EAGLE-3 recipe, both at their best and of the same rollouts?",
+        "How good is a head beside one of the published EAGLE-3 recipe, trained on the same rollouts?",
         "training-few-tokens-*.json",
         tables.few_tokens,
-        text="The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, anew "
-        "for every source and number of tokens, among as many tries for each recipe; the other half is looked at "
-        "for the chosen alone. The rollouts on which a head's warm start is fitted are among those that it trains "
-        "on, and its seconds count. Values are pooled over the verify steps of all seeds. Intervals are 95 % "
-        "bootstrap intervals over prompts and seeds, both drawn with replacement. Ratios are paired: both heads "
-        "have the same prompts and seeds in every draw. So few seeds say little of their spread. *Edge*: the best "
-        "rate was the lowest or highest that was tried, so a better one may lie beyond.",
+        text="The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, "
+        "anew for every source and number of tokens, *of* so many *tries*: a row of one try and one seed is a "
+        "screening, and may do better at another rate. The other half is looked at for the chosen alone. The "
+        "rollouts on which a head's warm start is fitted are among those that it trains on, and its seconds "
+        "count. Values are pooled over the verify steps of all seeds. Intervals are 95 % bootstrap intervals "
+        "over prompts and seeds, both drawn with replacement. Ratios are paired: both heads have the same "
+        "prompts and seeds in every draw. So few seeds say little of their spread. *Edge*: the best rate was "
+        "the lowest or highest that was tried, so a better one may lie beyond.",
         command="python benchmarks/few_tokens.py RUN",
     ),
     Section(

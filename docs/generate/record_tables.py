@@ -389,7 +389,7 @@ def checked_heads(record: Record) -> str:
 
 
 def few_tokens(record: Record) -> str:
-    """Rows over all seeds: each recipe at its best rate and warm-up."""
+    """Rows over all seeds: each recipe at its best rate and warm-up. Below, all tries of the first seed."""
     header = (
         "source",
         "tokens",
@@ -399,7 +399,7 @@ def few_tokens(record: Record) -> str:
         "accept_length",
         "over the published one",
     )
-    return table(
+    tested = table(
         (*header, "forecast", "over the published one", "minutes, the start's among them"),
         (
             (
@@ -419,6 +419,27 @@ def few_tokens(record: Record) -> str:
             if row["seed"] is None
         ),
     )
+    return f"{tested}\nAll tries, by the forecast on the validation half, of the first seed:\n\n{_tries(record)}"
+
+
+def _tries(record: Record) -> str:
+    """What the validation half said of every recipe: the forecast at each rate and warm-up."""
+    tries: dict[tuple[str, int, str], list[Row]] = {}
+    for row in record["rows"]:
+        if row["split"] == "validation" and row["seed"] is not None:
+            tries.setdefault((row["source"], row["asked_tokens"], row["variant"]), []).append(row)
+    lines = []
+    for (source, tokens, variant), rows in tries.items():
+        first = [row for row in rows if row["seed"] == rows[0]["seed"]]
+        first.sort(key=lambda row: (row["learning_rate"], row["warmup_ratio"]))
+        told = (
+            f"{row['learning_rate']:g}, {row['warmup_ratio']:g}: "
+            + ("diverged" if row["diverged"] else f"{row['forecast']:.3f}")
+            for row in first
+        )
+        settings = " ".join(record["settings"]["variants"].get(variant, ()))
+        lines.append((source, str(tokens), variant, f"`{settings}`" if settings else NONE, "; ".join(told)))
+    return table(("source", "tokens", "recipe", "settings", "rate, warm-up: forecast"), lines)
 
 
 def _over(row: Row, name: str) -> str:

@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import json
 
@@ -203,6 +204,15 @@ def test_invalid_settings_are_refused(tiny_target, tiny_draft, changes, error, m
     settings = {"prompts": PROMPTS, "shapes": SHAPES, **changes}
     with pytest.raises(error, match=message):
         measure_acceptance(tiny_target, tiny_draft, settings.pop("prompts"), settings.pop("shapes"), **settings)
+
+
+def test_sampled_tokens_are_compared_under_deterministic(tiny_target, tiny_draft):
+    """`auto` is then the rule that can be compared with plain decoding; it was recorded as `auto`, without a word."""
+    target, config = copy.deepcopy(tiny_target), EngineConfig(deterministic=True, max_running_requests=1)
+    record = measure_acceptance(
+        target, tiny_draft, PROMPTS[:1], SHAPES[:1], max_tokens=6, temperature=0.9, config=config
+    )
+    assert record["settings"]["verify"] == "target" and record["rows"][0]["tokens_equal"] is True
 
 
 def test_a_dtype_override_makes_the_comparison_exact(tiny_target, tiny_draft):

@@ -74,3 +74,5 @@ def test_the_command_of_a_record_names_no_folder(monkeypatch):
     """Records are published: the path of somebody's environment has no place in them."""
     monkeypatch.setattr("sys.argv", ["/home/somebody/.venv/bin/toolkit", "run", "my recipe.yaml"])
     assert command_line() == "toolkit run 'my recipe.yaml'"
+    monkeypatch.setattr("sys.argv", ["/home/somebody/one.py", "--note", "two tests beside it", "--out", "x"])
+    assert command_line() == "one.py --out x", "the note stands in the record"

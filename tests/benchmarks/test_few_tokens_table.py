@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -84,3 +86,25 @@ def test_rows_of_several_machines_are_told(script) -> None:
         [row("test", 1, 1, commit="a", machine="x"), row("test", 1, 1, commit="a")]
     )
     assert told == ["rows of several machines stand side by side: unknown, x"]
+
+
+def test_a_seed_that_diverged_is_named(script) -> None:
+    """A recipe that fails for one of three seeds must not look as good as one that never does."""
+    table = script("few_tokens_table")
+    rows = [row(split, 1e-3, 1.5, seed=seed) for split in ("validation", "test") for seed in (0, 2)]
+    rows.insert(1, {**row("validation", 1e-3, 0.0, seed=1), "forecast": None, "diverged": "nan"})
+    (found,) = table.summary(rows)
+    assert found["seeds"] == [0, 2] and found["diverged_seeds"] == [1] and found["diverged"] == 0
+    assert table.in_words(found)[-1] == "0.0 (n=2, 1 diverged)"
+
+
+def test_records_are_shown_without_a_source(script, monkeypatch, tmp_path, capsys) -> None:
+    few, table = script("few_tokens"), script("few_tokens_table")
+    monkeypatch.setattr(sys, "argv", ["few_tokens.py", "--show"])
+    assert few.main() == 0 and "over published" in capsys.readouterr().out
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match="has no record training-few-tokens"):
+        few.main()
+    monkeypatch.setattr(sys, "argv", ["few_tokens.py"])
+    with pytest.raises(SystemExit, match="no source came"):
+        few.main()

@@ -416,6 +416,11 @@ def test_what_is_trained_and_tested_follows_the_validation_half(script, run_fold
         [(3, 1e-2, 0.1, "test"), (4, 1e-2, 0.1, "test")],
     ]
     assert run(plan_of(), rows) == []
+    screened: list[dict] = []
+    assert run(plan_of("--screen"), screened) == [
+        [(3, 1e-3, 0.1, "validation"), (3, 1e-2, 0.1, "validation"), (3, 1.0, 0.1, "validation")],
+        [(3, 1e-2, 0.5, "validation")],
+    ], "nothing is tested"
     forecasts |= {(2e-2, 0.1): 1.5, (2e-2, 0.5): 1.6}
     wider = plan_of("--rates", "1e-2", "2e-2", "--muon-rates", "1", "2")
     assert run(wider, rows) == [[(3, 2e-2, 0.1, "validation")]], "no better: nothing is tested again"
@@ -442,6 +447,7 @@ def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
 
     assert changed(digests("train.data.max_length=99")) == changed(digests("target.dtype=bfloat16")) == [*before]
     assert changed(digests("train.unroll.step_decay=0.7")) == ["ours"], "the published one states its own"
+    assert changed(digests("train.data.supervise=all")) == ["ours"], "the published one learns from answers"
     monkeypatch.setitem(script("training_published").PUBLISHED["optimizer"], "max_grad_norm", 1.0)
     assert changed(digests()) == ["published"]
 
@@ -455,6 +461,10 @@ def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
         (["--rates", "1", "2"], "2 --rates, 4 --muon-rates"),
         (["--variant", "hot train.optimizer.warmup_ratio=0.3"], "warmup_ratio=0.3 is chosen by validation"),
         (["--variant", "hot train.optimizer.muon_learning_rate=1"], "muon_learning_rate=1 is chosen by validation"),
+        (
+            ["--variant", "b train.head.kind=block train.unroll.ttt_steps=3"],
+            "3 trains shorter blocks than the chain of 4",
+        ),
     ],
 )
 def test_what_would_be_ignored_is_refused(script, run_folder, monkeypatch, capsys, more, said) -> None:

@@ -251,6 +251,20 @@ def test_rows_of_another_run_are_refused(
         write(fake_target(tokenizer, answer), **change)
 
 
+def test_answers_of_the_same_bits_and_others_are_not_mixed(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
+) -> None:
+    """Both ways: a file of before the setting has no such key, and goes on without it."""
+    same_bits = replace(SETTINGS, deterministic=True)
+    for first, then in ((SETTINGS, same_bits), (same_bits, SETTINGS)):
+        write(fake_target(tokenizer, answer), settings=first)
+        with pytest.raises(DataError, match="deterministic was"):
+            write(fake_target(tokenizer, answer), settings=then)
+        rows = rows_of(tmp_path / "rollouts.jsonl").values()
+        assert {row["provenance"].get("deterministic") for row in rows} == {first.deterministic or None}
+        (tmp_path / "rollouts.jsonl").unlink()
+
+
 def test_splits_depend_on_the_id_alone_and_both_load(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
 ) -> None:

@@ -179,7 +179,14 @@ def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
     row |= {"forecast_interval": [1.3, 1.7], "forecast_ratio": None, "forecast_ratio_interval": None}
     row |= {"accept_length_ratio": 1.2, "accept_length_ratio_interval": [1.1, 1.3]}
     table = generator("record_tables").few_tokens
-    (line,) = table({"rows": [row, {**row, "seed": 0}, {"seed": 1, "split": "validation"}]}).splitlines()[2:]
+    tried = {**row, "split": "validation", "seed": 0, "diverged": None}
+    tries = [tried, {**tried, "learning_rate": 0.01, "forecast": 1.4}, {**tried, "seed": 1, "forecast": 1.9}]
+    tries.append({**tried, "learning_rate": 0.05, "forecast": None, "diverged": "the loss is nan"})
+    shown = table({"rows": [{**row, "split": "test"}, *tries], "settings": {"variants": {"ours": ["train.a=b"]}}})
+    line, *_, screened = shown.splitlines()[2:]
+    assert screened == (
+        "| talk | 50000 | ours | `train.a=b` | 0.01, 0.1: 1.400; 0.02, 0.1: 1.450; 0.05, 0.1: diverged |"
+    ), "what lost stands there too"
     assert (
         "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5, 0.5" in line
     )

@@ -90,12 +90,12 @@ def measure_acceptance(
     accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
 
     Of `config`: max_running_requests: prompts decoded at once. torch_compile: in all modes. lookup: None: with adaptive
-    drafting only. verify: others than "target" write other tokens than plain decoding at a temperature above 0, so
-    tokens are then not compared. token_map: the file of `draft`; its sha256 is recorded.
+    drafting only. verify: tokens of others than "target" are compared at temperature 0 alone. token_map: of `draft`.
 
     Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
+    config = config.with_options(verify="target") if config.deterministic and config.verify == "auto" else config
     check_tokens = check_tokens and forced is None and (config.verify == "target" or temperature == 0)
     check_forced(forced, shapes, bool(adaptive))
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)

@@ -51,8 +51,13 @@ def make_record(
 
 
 def command_line() -> str:
-    """Return the command line without the folder of the program, since records are published."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Return the command line without the folder of the program, since records are published, and without --note, which
+    a record has beside it."""
+    words = sys.argv[1:]
+    if "--note" in words:
+        at = words.index("--note")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join([Path(sys.argv[0]).name, *words])
 
 
 def write_record(path: str | Path, record: Mapping[str, Any]) -> None:

@@ -113,7 +113,7 @@ def read_finished(
             if path == paths.skipped:
                 tally.skipped[row["reason"]] += 1
                 continue
-            wanted = {**provenance(row["id"]), "split": split_name(row["id"], held_out)}
+            wanted = {"deterministic": None, **provenance(row["id"]), "split": split_name(row["id"], held_out)}
             _check_row(row, where, wanted, one)
             tally.add(row)
     return done, tally

@@ -87,6 +87,7 @@ def write_rollouts(
         "top_p": settings.top_p,
         "seed": seed,
         "max_tokens": settings.max_tokens,
+        **({"deterministic": True} if settings.deterministic else {}),
         **(more_provenance or {}),
     }
     temperature_of = temperatures or {}

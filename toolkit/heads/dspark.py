@@ -14,7 +14,7 @@ vocabulary, V target vocabulary, r rank of the Markov bias.
 The layers are Qwen3's. A query is the target's embedding of x_{t+1} or of one mask token; the features reach it by the
 attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r,
 `markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none. `heads/block.py` is
-our own form, which starts better with few tokens.
+our own form, which starts from more of the target.
 """
 
 from __future__ import annotations

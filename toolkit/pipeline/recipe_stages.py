@@ -54,6 +54,7 @@ def recipe_stages(run: Run) -> list[Stage]:
     if not recipe.prompts.sources and not recipe.prompts.synthesize:
         raise RecipeError("the recipe names no prompts: set prompts.sources, prompts.synthesize, or both")
     target = {"seed": recipe.seed, "target": result_settings(recipe.target)}
+    bits = {"deterministic": True} if recipe.rollouts.deterministic else {}
     measured = (ACCEPTANCE, *(of_temperature(ACCEPTANCE, one) for one in recipe.bench.further_temperatures))
     return [
         Stage(
@@ -87,7 +88,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             name="train",
             folder="train",
             outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
-            settings={**target, "train": training_settings(recipe.train)},
+            settings={**target, **bits, "train": training_settings(recipe.train)},
             inputs=lambda: {**_inputs(run, ROLLOUTS, TOKEN_MAP), **local_files(recipe.train.init, "init", _HEAD_FILES)},
             work=partial(train_stage, run),
             check=run.check_processes,
@@ -98,7 +99,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             name="measure",
             folder="bench",
             outputs=(*measured, MEASURED),
-            settings={**target, "bench": result_settings(recipe.bench)},
+            settings={**target, **bits, "bench": result_settings(recipe.bench)},
             inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
             work=partial(_work, "measure", run),
             check=run.check_bench,

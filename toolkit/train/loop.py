@@ -82,6 +82,7 @@ class Trainer:
                 self.target.fingerprint,
                 str(self.target.dtype),
                 *([] if self.target.quantization is None else [self.target.quantization]),
+                *(["deterministic"] if same_bits else []),
                 self.plan.token_map.sha256,
                 sha256_file(rollouts),
                 *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
@@ -106,7 +107,7 @@ class Trainer:
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
         self.clock = StepClock(self.target.device)
-        self._limited = thread_limit(self.target.device, self.accelerator.num_processes)
+        self._limited = thread_limit(self.target.device, self.accelerator.num_processes, changing=not same_bits)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings

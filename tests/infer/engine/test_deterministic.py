@@ -35,7 +35,7 @@ from toolkit.infer.kernels import batch_invariant
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.errors import EngineError, UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -110,8 +110,10 @@ class Asked:
             asked.params.append(
                 SamplingParams(
                     max_tokens=chance.randint(4, 30), temperature=chance.choice((0.0, 0.8, 1.3)), seed=number,
-                    top_p=chance.choice((1.0, 0.9)), top_k=chance.choice((0, 0, 12)), logprobs=3, ignore_eos=True,
-                    repetition_penalty=chance.choice((1.0, 1.0, 1.2)),
+                    top_p=chance.choice((1.0, 0.9)), top_k=chance.choice((0, 0, 12)), ignore_eos=True,
+                    repetition_penalty=chance.choice((1.0, 1.0, 1.2)), logprobs=chance.choice((0, 1, 3, 20, None)),
+                    presence_penalty=chance.choice((0.0, 0.0, 0.5)), min_p=chance.choice((0.0, 0.0, 0.02)),
+                    logit_bias=chance.choice(((), (), ((5, 2.0),))),
                 )
             )  # fmt: skip
         return asked
@@ -211,13 +213,22 @@ def test_a_product_that_rounds_by_row_count_is_found(monkeypatch):
     assert written(Engine(target, draft, DraftShape.chain(4), **options), asked) == wanted
 
 
+@pytest.mark.parametrize("option", [{"verify": "block"}, {"verify": "auto"}, {"torch_compile": True}], ids=str)
+def test_options_without_the_same_bits_are_refused(option):
+    """By the engine too: programs build it without an EngineConfig, which would have refused them."""
+    target, draft = build("llama", packed=True)
+    with pytest.raises(EngineError, match="`deterministic` is set"):
+        Engine(target, draft, DraftShape.chain(2), deterministic=True, **option)
+
+
 def test_log_probabilities_of_a_forward_over_the_whole_text():
     """What reinforcement learning compares: a rollout's log-probabilities, and those of one forward over prompt and
     answer by the same engine. A ratio other than 1 would be the engine's rounding."""
     target, draft = build("llama", packed=True)
     asked = Asked.of(4, 4)
     engine = Engine(target, draft, DraftShape.parse("4,4,16"), deterministic=True)
-    for request in engine.generate(asked.prompts, asked.params):
+    params = [replace(one, logprobs=1) for one in asked.params]
+    for request in engine.generate(asked.prompts, params):
         ids = torch.tensor([request.prompt_ids + request.output_ids])
         found = teacher_forced(engine, ids)[0, len(request.prompt_ids) - 1 : -1]
         chosen = found.gather(1, torch.tensor(request.output_ids)[:, None]).squeeze(1)

@@ -12,7 +12,7 @@ from toolkit.infer.request.draft_tree import DraftShape, chain_tree
 from toolkit.infer.request.errors import SamplingError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.sampler import Sampler, greedy
+from toolkit.infer.verify.sampler import Sampler, greedy, most_probable
 
 
 def choose(params: list[SamplingParams], logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -32,6 +32,20 @@ def test_greedy_rows_beside_drawn_ones():
     alone = choose(params[1:2], logits[1:2], positions[1:2])
     assert torch.equal(mixed[[0, 2]], greedy(logits[[0, 2]])) and torch.equal(mixed[1:2], alone)
     assert greedy(torch.zeros(1, 1, 9)).item() == 0
+
+
+def test_the_most_probable_are_the_same_however_many_are_asked():
+    """Among equal logits, of which bfloat16 has many, plain topk chooses by how many are asked: entries would then
+    depend on the largest `logprobs` in the batch."""
+    logits = torch.randn(2, 3, 3000, generator=torch.Generator().manual_seed(0)).mul(3).round()
+    logits[0, 0, 7], logits[0, 1, ::2] = -math.inf, -0.0
+    wanted = logits.add(0.0).sort(dim=-1, descending=True, stable=True).indices
+    for count in (0, 1, 3, 20, 2999, 3000, 5000):
+        found = most_probable(logits.bfloat16().float(), count)
+        assert torch.equal(logits.gather(-1, found), logits.gather(-1, wanted[..., :count]))
+        assert torch.equal(found[:, 2], wanted[:, 2, :count]) and torch.equal(
+            found, most_probable(logits, 3000)[..., :count]
+        )
 
 
 def test_settings_outside_their_range_are_refused():

@@ -64,8 +64,7 @@ class Engine:
     lookup: draft by lookup too where a text repeats itself (composed_drafter.py). None: by the head alone.
     memory: size of the KV cache.
     deterministic: as the option of EngineConfig; changes the target's modules in place (batch_invariant.py).
-    torch_compile: compile target and head (CPU).
-    graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
+    torch_compile: compile target and head (CPU). graphs: run rounds as CUDA graphs, captured here, one in flight (GPU).
     forced: accept drafts by chance, not by the target's choices, so answers mean nothing (benchmarks of hardware).
 
     Raises DraftDirError or UnsupportedTargetError for an unusable head or target, CompileError if compilation fails.
@@ -90,6 +89,8 @@ class Engine:
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(f"`shape` is {shape.as_text()}, but nothing is drafted; give `draft`, or leave it out")
+        if deterministic and (torch_compile or verify != "target"):
+            raise EngineError('`deterministic` is set: verify="target" is needed, and no `torch_compile`')
         self.target = target
         use_device(target.device)
         install_native_ops(target.device)

@@ -154,6 +154,17 @@ def greedy(logits: Tensor) -> Tensor:
     return ops_for(logits.device.type).argmax(logits)
 
 
+def most_probable(logits: Tensor, count: int) -> Tensor:
+    """Returns the ids of the `count` largest of fp32 logits [..., V], largest first, lowest id first among equals.
+
+    Plain topk chooses among equals by `count`, so a request's entries would depend on what another one asks for.
+    """
+    bits, words = (logits + 0.0).view(torch.int32), logits.shape[-1]  # -0.0 is 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # in the order of the floats
+    unequal = ordered * words + torch.arange(words - 1, -1, -1, device=logits.device)
+    return unequal.topk(min(count, words), dim=-1).indices
+
+
 @dataclass(frozen=True)
 class NodeLogprobs:
     """Log-probabilities at every node of the rows that asked.
@@ -171,9 +182,8 @@ class NodeLogprobs:
     @classmethod
     def of(cls, rows: Sequence[int], at: Tensor, most: int, logits: Tensor, tokens: Tensor) -> NodeLogprobs:
         """Computes them. logits [R, n, V] of any floating type; tokens [R, n]: the tokens chosen; most: K."""
-        values = logits.float()
-        ids = values.topk(min(most, values.shape[-1]), dim=-1).indices
-        values = values.log_softmax(dim=-1)  # by row: the bits of logsumexp depend on the other rows
+        ids = most_probable(logits.float(), most)
+        values = logits.float().log_softmax(dim=-1)  # by row: the bits of logsumexp depend on the other rows
         return cls(rows, at, values.gather(2, tokens[:, :, None]).squeeze(2), values.gather(2, ids), ids)
 
     @classmethod
