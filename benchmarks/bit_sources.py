@@ -1,11 +1,14 @@
 """Which operations round a token's numbers by what is computed beside it.
 
-    python benchmarks/bit_sources.py [--target smollm2-135m] [--draft runs/NAME/ckpt]
+    python benchmarks/bit_sources.py [--target smollm2-135m] [--draft runs/NAME/ckpt] [--variants auto int8 int4]
 
 One request is answered alone, and then under other schedules: in parts, beside other requests, with drafts; without
 `deterministic`, and with it. Wherever an operation gets a token's numbers with the same bits and returns others, it is
 a source of differences. A row for each schedule and kind of operation: how many of its results are such a source, of
 how many, and the first one; a row without an operation where there is none.
+
+Compiled schedules are compared with the request alone by the same compiled target. Its layers are one program between
+two attentions: what differs in that is `before` the attention that gets it.
 Writes benchmarks/results/bit-sources-<hardware>.json.
 """
 
@@ -17,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +49,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chain 4,1,5": {"shape": "4,1,5"},
     "tree 4,4,16": {"shape": "4,4,16"},
     "tree 5,8,32": {"shape": "5,8,32"},
+    "compiled, parts of 16": {"torch_compile": True, "chunked_prefill_size": 16},  # refused under `deterministic`
+    "compiled, beside 7": {"torch_compile": True, "max_running_requests": 8, "beside": 7},
+    "compiled, chain 4,1,5": {"torch_compile": True, "shape": "4,1,5"},
 }
+WEIGHTS = ("int8", "int4")
+VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
 
 
 class Event(NamedTuple):
@@ -76,18 +85,23 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.calls: list[Call] = []
-        self._forward, self._run = engine._forward, engine._forward.run_body
+        self._body_of = engine._forward.target.body
+        compiled = getattr(engine._around_step, "__self__", None)
+        self._compiled = compiled is not None
+        self._holder, self._name = (compiled, "_run_body") if self._compiled else (engine._forward, "run_body")
+        self._run = getattr(self._holder, self._name)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        body = self._forward.target.body
-        leaves = [(path, one) for path, one in body.named_modules() if not list(one.children())]
+        leaves = [] if self._compiled else [
+            (path, one) for path, one in self._body_of.named_modules() if not list(one.children())
+        ]  # fmt: skip
         handles = [one.register_forward_hook(self._hook(path)) for path, one in leaves]
-        self._forward.run_body = self._body
+        setattr(self._holder, self._name, self._body)
         try:
             yield
         finally:
-            self._forward.run_body = self._run
+            setattr(self._holder, self._name, self._run)
             for handle in handles:
                 handle.remove()
 
@@ -96,7 +110,12 @@ class Recorder:
         causal = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(len(ids), -1, -1)
         # A root's id is in a buffer of the rounds, which the next round overwrites.
         self.calls.append(Call(ids.clone(), positions.clone(), causal if mask is None else mask.clone()))
-        return self._run(ids, positions, _Attending(metadata, self.calls[-1]), states)
+        events, given = self.calls[-1].events, ids.clone()[..., None]
+        events.append(Event("ids", "ids", given, given))
+        out = self._run(ids, positions, _Attending(metadata, self.calls[-1]), states)
+        if self._compiled:
+            events.append(Event("output", "output", out.clone(), out.clone()))
+        return out
 
     def _hook(self, path: str) -> Any:
         def keep(module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
@@ -130,7 +149,7 @@ class _Attending:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Any) -> Tensor:
         out = self._metadata.attend(layer, q, k, v, scoring)
         given = torch.cat([part.transpose(1, 2).flatten(2) for part in (q, k, v)], dim=-1)
-        self._call.events.append(Event(f"layers.{layer}", ATTENTION, given, out))
+        self._call.events.append(Event(f"layers.{layer}", ATTENTION, given, out.clone()))  # compiled code reuses it
         return out
 
 
@@ -148,7 +167,7 @@ class Source(NamedTuple):
 
 def sources(one: Trace, other: Trace) -> dict[str, Source]:
     """The kinds of operations that differ by themselves: in the order of the text, then of layers, as far as the two
-    answers have the same tokens. A token's first operation is given its id.
+    answers have the same tokens. A token's first event has its id.
 
     An attention's result differs by itself only where no earlier token's differed in this layer. What torch computes
     between two modules counts as `before` the second."""
@@ -192,11 +211,15 @@ def rows_of(config: EngineConfig, max_tokens: int) -> tuple[list[dict[str, Any]]
     most = target.max_context - max_tokens - SPARE_CONTEXT
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": text}])[:most] for text in texts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    _, alone = traced(build_engine(config, target).engine, prompts[:1], params)
-    rows = []
+    rows, alone_by = [], dict[bool, Trace]()
     for name, options in SCHEDULES.items():
-        if "shape" in options and draft is None:
+        compiled = "torch_compile" in options
+        if ("shape" in options and draft is None) or (compiled and config.deterministic):
             continue
+        if compiled not in alone_by:
+            one = build_engine(config.with_options(torch_compile=compiled), target).engine
+            alone_by[compiled] = traced(one, prompts[:1], params)[1]
+        alone = alone_by[compiled]
         more = {key: value for key, value in options.items() if key != "beside"}
         engine = build_engine(config.with_options(**more), target, draft if "shape" in more else None).engine
         _, other = traced(engine, prompts[: 1 + options.get("beside", 0)], params)
@@ -216,26 +239,32 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="(default: the one that --draft names)")
     parser.add_argument("--draft")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["auto"], metavar="NAME")
     parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(words)
-    config = EngineConfig(
-        target=args.target or (None if args.draft else "smollm2-135m"), draft=args.draft or "none", dtype=args.dtype,
-        quantization=args.quantization, prefix_cache=False, max_running_requests=1, adaptive=False,
-    )  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for flag in (False, True):
-        more, described = rows_of(config.with_options(deterministic=flag), args.max_tokens)
+    rows, described = list[dict[str, Any]](), dict[str, Any]()
+    for variant, flag in product(args.variants, (False, True)):
+        dtype, quantization = ("auto", variant) if variant in WEIGHTS else (variant, "none")
+        config = EngineConfig(
+            target=args.target or (None if args.draft else "smollm2-135m"), draft=args.draft or "none", dtype=dtype,
+            quantization=quantization, prefix_cache=False, max_running_requests=1, adaptive=False, deterministic=flag,
+        )  # fmt: skip
+        more, about = rows_of(config, args.max_tokens)
         rows += more
-    columns = ("deterministic", "schedule", "tokens", "operation", "differs", "share", "first")
+        described = described or about
+        print(f"{variant}, {'with' if flag else 'without'} deterministic: {len(more)} rows", flush=True)
+    columns = ("deterministic", "dtype", "quantization", "schedule", "tokens", "operation", "differs", "share", "first")
     table = Table(*columns)
     for row in rows:
         table.add_row(*(f"{row[key]:.3f}" if key == "share" else str(row[key]) for key in columns))
     Console().print(table)
     settings = {"draft": args.draft, "max_tokens": args.max_tokens}
-    leave(make_record("bit_sources", command_line(), settings, rows, target=described), "bit-sources", args.out)
+    command = f"python benchmarks/{command_line()}"
+    leave(
+        make_record("bit_sources", command, settings, rows, target=described, note=args.note), "bit-sources", args.out
+    )
     return 0
 
 

@@ -295,8 +295,9 @@ SECTIONS = (
         "bit-sources-*.json",
         tables.bit_sources,
         text="An operation counts where it got a token's numbers with the same bits as alone and returned others. "
-        "*before*: what PyTorch computes between the modules ahead of that one.",
-        command="python benchmarks/bit_sources.py --draft DIR",
+        "*before*: what PyTorch computes between the modules ahead of that one; in a compiled target the whole program "
+        "between two attentions. Compiled schedules are compared with the request alone by the same compiled target.",
+        command="python benchmarks/bit_sources.py --draft DIR --variants auto float32 int8 int4",
     ),
     Section(
         "Heads that are checked",

@@ -360,7 +360,7 @@ def bit_sources(record: Record) -> str:
         (
             (
                 "on" if row["deterministic"] else "off",
-                row["dtype"],
+                row["dtype"] + (f", {row['quantization']}" if row["quantization"] else ""),
                 row["schedule"],
                 row["operation"] or "none",
                 f"{100 * row['share']:.1f} %" if row["differs"] else "none",

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import build_target
 from toolkit.bench.records import read_record
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -96,13 +97,44 @@ def test_the_operation_that_differs_is_named(script, tiny_draft):
     assert [(kind, one.differs) for kind, one in tool.sources(first_trace, parted).items()] == [(found[0], 3)]
 
 
-def test_the_record_of_sources(script, tiny_target_directory, tmp_path):
+def test_the_record_of_sources(script, tiny_target_directory, tmp_path, monkeypatch):
     """With the option no operation may be named; a schedule without a source has a row that says so."""
-    out = tmp_path / "record.json"
-    words = ["--target", str(tiny_target_directory), "--dtype", "bfloat16", "--max-tokens", "4", "--out", str(out)]
-    assert script("bit_sources").main(words) == 0
+    tool, out = script("bit_sources"), tmp_path / "record.json"
+    eager = {name: options for name, options in tool.SCHEDULES.items() if "torch_compile" not in options}
+    monkeypatch.setattr(tool, "SCHEDULES", eager)
+    words = ["--target", str(tiny_target_directory), "--max-tokens", "4", "--out", str(out)]
+    assert tool.main([*words, "--variants", "bfloat16", "int8"]) == 0
     rows = read_record(out, "bit_sources")["rows"]
     with_option = [row for row in rows if row["deterministic"]]
-    assert [row["schedule"] for row in with_option] == ["parts of 16", "parts of 64", "beside 7"]
+    assert [row["schedule"] for row in with_option] == 2 * ["parts of 16", "parts of 64", "beside 7"]
+    assert [row["quantization"] for row in with_option] == 3 * [None] + 3 * ["int8"]
     assert all(row["operation"] is None and row["differs"] == 0 and row["tokens"] > 20 for row in with_option)
     assert any(row["differs"] and 0 < row["share"] <= 1 for row in rows if not row["deterministic"])
+
+
+@pytest.mark.compile
+def test_a_compiled_layer_that_rounds_by_row_count_is_named(script, monkeypatch):
+    """Modules have no hooks there: what differs in a layer shows at the attention that gets it, in the layer behind."""
+    tool, target = script("bit_sources"), build_target()
+    prompt = [random.Random(0).randrange(1, 200) for _ in range(20)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    alone, parts = (
+        Engine(target, max_running_requests=1, torch_compile=True, memory=MemorySettings(chunked_prefill_size=size))
+        for size in (64, 5)
+    )
+    _, first_trace = tool.traced(alone, [prompt], params)
+    assert [name for name, *_ in first_trace[3]] == [
+        "ids",
+        *(f"layers.{one}" for one in range(len(target.layers))),
+        "output",
+    ]
+    own = tool._Attending.attend
+
+    def off(self, at, q, k, v, scoring):
+        out = own(self, at, q, k, v, scoring)
+        return out * (1 + 2**-5) if at == 0 and q.shape[2] == 5 else out
+
+    monkeypatch.setattr(tool._Attending, "attend", off)
+    _, second_trace = tool.traced(parts, [prompt], params)
+    found = tool.sources(first_trace, second_trace)
+    assert found["before attention"].first == "layers.1, token 0"
