@@ -419,7 +419,8 @@ def few_tokens(record: Record) -> str:
             if row["seed"] is None
         ),
     )
-    return f"{tested}\nAll tries, by the forecast on the validation half, of the first seed:\n\n{_tries(record)}"
+    tries = f"All tries, by the forecast on the validation half, of the first seed:\n\n{_tries(record)}"
+    return f"{tested}\n{tries}" if any(row["seed"] is None for row in record["rows"]) else tries
 
 
 def _tries(record: Record) -> str:
