@@ -419,8 +419,8 @@ def few_tokens(record: Record) -> str:
             if row["seed"] is None
         ),
     )
-    tries = f"All tries, by the forecast on the validation half, of the first seed:\n\n{_tries(record)}"
-    return f"{tested}\n{tries}" if any(row["seed"] is None for row in record["rows"]) else tries
+    known = any(row["seed"] is None for row in record["rows"])
+    return f"{tested}\nAll tries, of the first seed:\n\n{_tries(record)}" if known else _tries(record)
 
 
 def _tries(record: Record) -> str:
@@ -440,7 +440,7 @@ def _tries(record: Record) -> str:
         )
         settings = " ".join(record["settings"]["variants"].get(variant, ()))
         lines.append((source, str(tokens), variant, f"`{settings}`" if settings else NONE, "; ".join(told)))
-    return table(("source", "tokens", "recipe", "settings", "rate, warm-up: forecast"), lines)
+    return table(("source", "tokens", "recipe", "settings", "rate, warm-up: forecast on the validation half"), lines)
 
 
 def _over(row: Row, name: str) -> str:
