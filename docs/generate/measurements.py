@@ -189,7 +189,7 @@ SECTIONS = (
         "What do SpecForge's and speculators' own training code make of the same rollouts on a CPU?",
         "training-rivals-*.json",
         tables.training_rivals,
-        text="Each at its own defaults, but for the steps of the unroll, 4 as in the table above, and for its rate, "
+        text="Each at its own defaults, but for the steps of the unroll, those of the table above, and its rate, "
         "which the validation half chose. What keeps them from running on a CPU as they are was replaced; "
         "`benchmarks/training_rivals.py` says what.",
         command="python benchmarks/training_rivals.py SOURCE",

