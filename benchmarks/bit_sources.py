@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from deterministic import VARIANTS, WEIGHTS
 from results_folder import leave
 from rich.console import Console
 from rich.table import Table
@@ -53,8 +54,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "compiled, beside 7": {"torch_compile": True, "max_running_requests": 8, "beside": 7},
     "compiled, chain 4,1,5": {"torch_compile": True, "shape": "4,1,5"},
 }
-WEIGHTS = ("int8", "int4")
-VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
 
 
 class Event(NamedTuple):

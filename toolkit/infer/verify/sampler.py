@@ -182,8 +182,9 @@ class NodeLogprobs:
     @classmethod
     def of(cls, rows: Sequence[int], at: Tensor, most: int, logits: Tensor, tokens: Tensor) -> NodeLogprobs:
         """Computes them. logits [R, n, V] of any floating type; tokens [R, n]: the tokens chosen; most: K."""
-        ids = most_probable(logits.float(), most)
-        values = logits.float().log_softmax(dim=-1)  # by row: the bits of logsumexp depend on the other rows
+        values = logits.float()
+        ids = most_probable(values, most)
+        values = values.log_softmax(dim=-1)  # by row: the bits of logsumexp depend on the other rows
         return cls(rows, at, values.gather(2, tokens[:, :, None]).squeeze(2), values.gather(2, ids), ids)
 
     @classmethod
