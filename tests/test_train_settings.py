@@ -44,6 +44,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
         ("train.unroll.curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
         ("train.unroll.curriculum=[0.5,0.5]", "sum to less than 1"),
         ("train.unroll.curriculum=[0.0,0.5]", "curriculum[0] = 0.0: it must be greater than 0"),
+        ("train.evaluation.patience=3", "null under a curriculum"),
     ],
 )
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
@@ -55,17 +56,10 @@ def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) 
     assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
 
 
-def test_an_early_stop_under_a_curriculum_is_refused() -> None:
-    """Early steps train another loss than late ones: the stop would compare the two."""
-    told = refused(DEMO_RECIPE, "train.unroll.curriculum=[0.5]", "train.evaluation.patience=3")
-    assert "null under a curriculum" in told
-
-
 def test_a_shifted_mask_of_all_tokens_is_refused() -> None:
     """It differs from the exact mask at the ends of a text only, so its measurement would show nothing."""
-    answers = ["train.unroll.mask_shift=1", "train.data.supervise=answers"]
-    assert load_recipe(DEMO_RECIPE, answers).train.unroll.mask_shift == 1
-    told = refused(DEMO_RECIPE, "train.unroll.mask_shift=1")
+    assert load_recipe(DEMO_RECIPE, ["train.unroll.mask_shift=1"]).train.unroll.mask_shift == 1
+    told = refused(DEMO_RECIPE, "train.unroll.mask_shift=1", "train.data.supervise=all")
     assert "train.unroll.mask_shift = 1, but 0 under train.data.supervise all" in told
 
 

@@ -25,7 +25,7 @@ A recipe is a YAML file; the part of a key before a dot is a section of the file
 the nearest one. On the command line `key=value` replaces a value, and `--print-config` prints the result:
 
 ```bash
-toolkit run recipes/smollm2-135m.yaml train.epochs=4 'bench.shapes=["3,1,4"]' --print-config
+toolkit run recipes/smollm2-135m.yaml train.epochs=2 'bench.shapes=["3,1,4"]' --print-config
 ```
 
 A stage whose keys change is redone, with all stages after it. Keys marked * do not affect the result of their stage: a
