@@ -46,7 +46,7 @@ def rows_of(name: str) -> list[dict]:
 def test_figures_of_the_tables_come_from_records(generator, results, name) -> None:
     """Every shown value follows its record: with all numbers of the rows changed, no table line stays as it was.
 
-    Each row has a factor of its own: the ratio of two rows must change, too.
+    Each row has a factor of its own: the ratio of two rows must change, too. A figure of one digit needs a large one.
     """
     page = generator("measurements").page
     record = json.loads((results / name).read_text(encoding="utf-8"))
