@@ -7,7 +7,8 @@
 #   PYTHON_VERSION=3.12 is the Python there. TRANSFORMERS=5.24 also takes that release, in place of the one there.
 #   Where the GPU machine has a network, `pip install -e ".[dev]"` there does the same.
 #
-# On the machine, one call after the other, each below eight minutes:
+# On the machine, one call after the other, each below eight minutes (an H100 with 16 processor cores took 25 s for 0, and
+# 130 s for all tests of 1 and 2 with eleven at once):
 #   bash benchmarks/first_gpu.sh 0 1   what is there, recordings alone; every kernel beside its reference
 #   bash benchmarks/first_gpu.sh 2     all other tests that need a GPU
 #   bash benchmarks/first_gpu.sh 3     8B shape, batch 1: rounds eager, recorded, with and without overlap; their kernels
@@ -69,6 +70,8 @@ setup() {
     echo "without Triton: plain torch, and rounds run eagerly"
     echo "import sys; sys.modules['triton'] = None" > "$site/sitecustomize.py"
   fi
+  SPREAD=() # several tests at once, where pytest-xdist is there: most of their time is compilation
+  "$PY" -c "import xdist" 2> /dev/null && SPREAD=(-n 8)
   # What every step is given: sizes of a GPU, or of a rehearsal without one.
   if "$PY" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     DEVICE=cuda LARGE=(--target llama) SMALL=(--target small)
@@ -111,14 +114,13 @@ step0() {
   fi
 }
 
-step1() { tests 340 1-kernels.log -m gpu -v tests/infer/kernels; }
+step1() { tests 340 1-kernels.log -m gpu -v "${SPREAD[@]}" tests/infer/kernels/test_kernels.py; }
 
 step2() {
   # The files of these tests alone: others import packages that the machine may lack.
-  local spread=() files=()
+  local files=()
   mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests | grep -v '^tests/infer/kernels/' | sort)
-  "$PY" -c "import xdist" 2> /dev/null && spread=(-n 4)
-  tests 460 2-tests.log -q -m gpu "${spread[@]}" "${files[@]}"
+  tests 460 2-tests.log -q -m gpu "${SPREAD[@]}" "${files[@]}"
 }
 
 step3() {

@@ -54,7 +54,7 @@ them. Rows that are slower than plain decoding are shown, too.
 TAIL = """
 ## What has no record
 
-- No GPU has measured anything here.
+- Speed on a GPU: [what ran there](performance.md#on-a-gpu) ran beside other programs.
 """
 
 
@@ -268,6 +268,15 @@ SECTIONS = (
         text="The device's work is left out, so no GPU is needed. *All tables*: what a round would take more if it "
         "uploaded every page table, not the new pages alone.",
         command="python benchmarks/host_rounds.py",
+    ),
+    Section(
+        "Operations of a round on a GPU",
+        "What does each operation take that a recorded round is made of?",
+        "gpu-probe-*.json",
+        tables.gpu_probe,
+        text="Rows and vocabulary stand behind an operation on logits. *graph*: recorded alone, one replay. *eager*: a "
+        "call of its own, until the device is done.",
+        command="python benchmarks/gpu_probe.py",
     ),
     Section(
         "A search against brute force",

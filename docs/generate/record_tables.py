@@ -328,6 +328,12 @@ def host_rounds(record: Record) -> str:
     return table(header, rows)
 
 
+def gpu_probe(record: Record) -> str:
+    """What an operation of a round takes on a GPU, recorded alone."""
+    timed = [row for row in record["rows"] if row["microseconds"] is not None]
+    return table(("operation", "microseconds"), ((row["probe"], f"{row['microseconds']:.1f}") for row in timed))
+
+
 def deterministic(record: Record) -> str:
     """How many answers are those of the request alone, by engine and schedule, without the option and with it."""
     header = ("engine", "weights", "schedule", "same tokens, without", "same bits, without", "same bits, with", "cost")

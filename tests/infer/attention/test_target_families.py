@@ -15,19 +15,16 @@ from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.attention import metadata as attention_metadata
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.kernels import dispatch
 from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
-from toolkit.infer.request import draft_tree
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify import sampler, verifiers
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -323,8 +320,7 @@ def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypat
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 40, 9, 17)]
     answers = []
     for ops in (REFERENCE, triton_ops()):
-        for module in (attention_metadata, draft_tree, verifiers, head_drafter, sampler):
-            monkeypatch.setattr(module, "ops_for", lambda device, ops=ops: ops)
+        monkeypatch.setitem(dispatch._chosen, "cuda", ops)
         head = build_head(target)
         head.head.to("cuda")
         engine = Engine(target, head, DraftShape.parse("3,4,14"), max_running_requests=5)

@@ -1,7 +1,7 @@
 """Small problems for every kernel. A program, since Triton's interpreter is switched on before kernels are imported:
 
-    python kernel_cases.py compare cpu|cuda    each kernel against its reference (cpu: TRITON_INTERPRET=1)
-    python kernel_cases.py compile 90          what `compare` would launch, compiled for sm_90; needs no GPU
+    python kernel_cases.py compare cpu|cuda [GROUP]    each kernel against its reference (cpu: TRITON_INTERPRET=1)
+    python kernel_cases.py compile 90                  what `compare` would launch, compiled for sm_90; needs no GPU
 
 Prints one JSON object: by group of cases, how many there were, and what was wrong.
 
@@ -775,7 +775,7 @@ def compile_for(capability: int) -> Iterator[tuple[str, int, str | None]]:
 
 
 if __name__ == "__main__":
-    what, where = sys.argv[1:]
+    what, where, *groups = sys.argv[1:]
     if what == "compile":
         outcomes = compile_for(int(where))
     else:
@@ -784,5 +784,5 @@ if __name__ == "__main__":
         triton_paged_attention.PART_KEYS = 16  # several parts of few keys
         if where == "cpu":
             multiply_as_a_gpu()
-        outcomes = compare(where, triton_ops(), GROUPS)
+        outcomes = compare(where, triton_ops(), groups or GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

@@ -56,9 +56,9 @@ SHARED = {80: 101376, 90: 232448}
 
 
 @cache
-def outcomes(what: str, where: str) -> dict[str, Any]:
+def outcomes(what: str, where: str, *group: str) -> dict[str, Any]:
     """What kernel_cases.py says."""
-    return said_by("kernel_cases.py", what, where, interpreted=where == "cpu")
+    return said_by("kernel_cases.py", what, where, *group, interpreted=where == "cpu")
 
 
 def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def lines_of(program: str, *given: str, interpreted: bool) -> list[dict[str, Any
     pytest.importorskip("triton")
     if interpreted and not interpreter_works():
         pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1" if interpreted else "0"}
     line = [sys.executable, str(Path(__file__).with_name(program)), *given]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
@@ -146,8 +147,8 @@ def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("group", ALL)
 def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
-    """The interpreter knows nothing of what the compiler does."""
-    found = outcomes("compare", "cuda")[group]
+    """The interpreter knows nothing of what the compiler does. A process each: pytest-xdist's workers share them."""
+    found = outcomes("compare", "cuda", group)[group]
     assert found["wrong"] is None, found["wrong"]
     assert found["count"] == ALL[group][0]
 
