@@ -241,7 +241,7 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
             print(f"{engine}, {dtype}: not measured: {error}", file=sys.stderr)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="(default: the one that --draft names)")
     parser.add_argument("--draft", help="without: plain decoding and n-gram lookup")
@@ -255,6 +255,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the rows that the record has")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = arguments()
     args = parser.parse_args(words)
     if VLLM in args.engines and args.vllm_python is None:
         parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")

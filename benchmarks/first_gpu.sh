@@ -17,6 +17,8 @@
 #   bash benchmarks/first_gpu.sh 6     engine_gpu.py: the record that performance targets are stated for
 #   bash benchmarks/first_gpu.sh 7     optional: `toolkit run` of the demo in small, and its acceptance. Before, on the
 #                                      machine with a network: `first_gpu.sh prepare demo` (93 MB, in parts of 47 MB)
+#   bash benchmarks/first_gpu.sh 8     optional, with the same parts: the bits of 200 answers under --deterministic
+# The limits are wide. With a quarter of an hour: `0 1 3`, then `6`, then `7 8`.
 # Records and logs are left in $OUT; what fails is logged, and the next step runs all the same. At the end the script
 # says how to keep the records in benchmarks/results/.
 #
@@ -151,19 +153,33 @@ step6() {
   SHOWN=70 go 470 6-engine.log "$PY" benchmarks/engine_gpu.py "${sizes[@]}" --out "$OUT/engine-gpu.json"
 }
 
-step7() {
-  local parts=("$CARRIED"/demo/part-*) run=$KEEP/run
+demo() { # the demo's target is downloaded by pip: from the carried parts
+  local parts=("$CARRIED"/demo/part-*)
   if [ ! -f "${parts[0]}" ]; then
     echo "the demo's weights are not in .gpu/demo: bash benchmarks/first_gpu.sh prepare demo"
-    return
+    return 1
   fi
   mkdir -p "$KEEP/demo" && cat "${parts[@]}" > "$KEEP/demo/$DEMO"
-  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$KEEP/demo # the demo is downloaded by pip: from here
+  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$KEEP/demo
+}
+
+step7() {
+  demo || return
+  local run=$KEEP/run limit=16
   local sizes=(prompts.synthesize=160 train.epochs=2 train.save_every=100 train.evaluation.eval_every=200 bench.limit=12)
-  local limit=16
   [ "$DEVICE" = cpu ] && limit=1 sizes=(prompts.synthesize=8 train.max_steps=2 rollouts.max_tokens=16 bench.limit=1)
   go 340 7-demo.log "$PY" -m toolkit run recipes/smollm2-135m.yaml --until measure "run_dir=$run" "${sizes[@]}"
   go 120 7-demo.log "$PY" -m toolkit bench acceptance --draft "$run/ckpt" --batch 8 --limit $limit --out "$OUT/acceptance.json"
+}
+
+step8() {
+  demo || return
+  local of=(--target smollm2-135m) limit=200
+  [ -d "$KEEP/run/ckpt" ] && of=(--draft "$KEEP/run/ckpt")
+  [ "$DEVICE" = cpu ] && limit=2
+  # Schedules that are left are not in the record: it is written after each.
+  SHOWN=40 go 300 8-deterministic.log "$PY" benchmarks/deterministic.py "${of[@]}" --limit $limit --repeats 1 \
+    --out "$OUT/deterministic.json"
 }
 
 rounds() { # limit, log, record, arguments ..

@@ -20,7 +20,7 @@ from toolkit.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "first_gpu.sh"
-STEPS = [str(number) for number in range(8)]
+STEPS = [str(number) for number in range(9)]
 # Notes how it was called, and does nothing. `import torch` succeeds as on a machine with a GPU.
 NOTES = '#!/usr/bin/env bash\nprintf "%q " "$@" >> "$NOTED"; echo >> "$NOTED"\n'
 
@@ -54,7 +54,7 @@ def test_every_call_is_one_that_its_script_takes(calls, script) -> None:
     lines, done = calls(*STEPS)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     ours = [line for line in lines if line[0].startswith("benchmarks/")]
-    measuring = ("rounds_gpu", "training_gpu", "engine_gpu", "kernels_gpu", "gpu_probe")
+    measuring = ("rounds_gpu", "training_gpu", "engine_gpu", "kernels_gpu", "gpu_probe", "deterministic")
     parsers = {name: script(name).arguments for name in measuring}
     for path, *options in ours:
         if (name := Path(path).stem) in parsers:
@@ -66,7 +66,7 @@ def test_every_call_is_one_that_its_script_takes(calls, script) -> None:
     assert load_recipe(ROOT / args.recipe, args.overrides).bench.limit == 12
     assert command_parser(acceptance[0])[1](acceptance[1:]).limit == 16
     records = [line[line.index("--out") + 1] for line in lines if "--out" in line]
-    assert len(set(records)) == len(records) == 10, "no record replaces another"
+    assert len(set(records)) == len(records) == 11, "no record replaces another"
 
 
 def test_files_and_tests_that_it_names_exist(calls) -> None:
