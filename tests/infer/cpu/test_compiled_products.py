@@ -48,3 +48,14 @@ def test_inductor_compiles_them(tiny_target_directory, tiny_draft, quantization)
     pack(target)
     plain = answers(Engine(target, torch_compile=True))
     assert plain == answers(Engine(target, tiny_draft, DraftShape.parse("3,3,8"), torch_compile=True))
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(compile_cpp.compiler() is None, reason="needs a C++ compiler")
+def test_inductor_compiles_several_kinds_of_weights_in_a_process(tiny_target_directory):
+    """Sizes of packed weights that differ from those of an earlier engine's must not become symbols."""
+    torch.compiler.reset()
+    for quantization in (None, "int8", "int4"):
+        target = load_target(tiny_target_directory, dtype="bfloat16", quantization=quantization)
+        pack(target)
+        assert answers(Engine(target, torch_compile=True))

@@ -68,8 +68,22 @@ def takes_int4(linear: nn.Linear) -> bool:
 
 
 def int4_product(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
-    """rows [M, K], levels and steps as `Int4Linear` holds them -> [M, N]."""
+    """rows [M, K], levels and steps as `Int4Linear` holds them -> [M, N]. An operator of its own, since Inductor (torch
+    2.13) replaces PyTorch's by another, to which a region of a program passes the wrong group size."""
+    out: Tensor = torch.ops.toolkit.int4_product(rows, levels, steps)
+    return out
+
+
+def _int4_product(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
     return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), levels, GROUP, steps)
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+_library.define("int4_product(Tensor rows, Tensor levels, Tensor steps) -> Tensor")
+_library.impl("int4_product", _int4_product, "CPU")
+torch.library.register_fake(
+    "toolkit::int4_product", lambda rows, _levels, steps: rows.new_empty(rows.shape[0], steps.shape[1])
+)
 
 
 def packed_levels(weight: Tensor) -> tuple[Tensor, Tensor]:
