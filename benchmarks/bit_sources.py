@@ -245,7 +245,6 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     rows, described = list[dict[str, Any]](), dict[str, Any]()
     for variant, flag in product(args.variants, (False, True)):
-        torch.compiler.reset()  # programs of another dtype's engine are let go
         dtype, quantization = ("auto", variant) if variant in WEIGHTS else (variant, "none")
         config = EngineConfig(
             target=args.target or (None if args.draft else "smollm2-135m"), draft=args.draft or "none", dtype=dtype,

@@ -7,8 +7,8 @@
 #   PYTHON_VERSION=3.12 is the Python there. TRANSFORMERS=5.24 also takes that release, in place of the one there.
 #   Where the GPU machine has a network, `pip install -e ".[dev]"` there does the same.
 #
-# On the machine, one call after the other, each below eight minutes (an H100 with 16 processor cores took 25 s for 0, and
-# 130 s for all tests of 1 and 2 with eleven at once):
+# On the machine, one call after the other, each below eight minutes (an H100 with 16 processor cores took 23 s for 0, and
+# 131 s for the tests of 2, eleven at once and other programs beside them; 1 has no time yet):
 #   bash benchmarks/first_gpu.sh 0 1   what is there, recordings alone; every kernel beside its reference
 #   bash benchmarks/first_gpu.sh 2     all other tests that need a GPU
 #   bash benchmarks/first_gpu.sh 3     8B shape, batch 1: rounds eager, recorded, with and without overlap; their kernels
@@ -177,7 +177,7 @@ step8() {
   local of=(--target smollm2-135m) limit=200
   [ -d "$KEEP/run/ckpt" ] && of=(--draft "$KEEP/run/ckpt")
   [ "$DEVICE" = cpu ] && limit=2
-  # Schedules that are left are not in the record: it is written after each.
+  # The record is written after each schedule: a run that is cut off keeps those before.
   SHOWN=40 go 300 8-deterministic.log "$PY" benchmarks/deterministic.py "${of[@]}" --limit $limit --repeats 1 \
     --out "$OUT/deterministic.json"
 }

@@ -54,7 +54,8 @@ them. Rows that are slower than plain decoding are shown, too.
 TAIL = """
 ## What has no record
 
-- Speed on a GPU: [what ran there](performance.md#on-a-gpu) ran beside other programs.
+- The speed of rounds and training on a GPU: [what ran there](performance.md#on-a-gpu) shared the card with other
+  programs.
 """
 
 

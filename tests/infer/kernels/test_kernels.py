@@ -147,7 +147,7 @@ def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("group", ALL)
 def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
-    """The interpreter knows nothing of what the compiler does. A process each: pytest-xdist's workers share them."""
+    """The interpreter knows nothing of what the compiler does. Each group has a process, so workers can share them."""
     found = outcomes("compare", "cuda", group)[group]
     assert found["wrong"] is None, found["wrong"]
     assert found["count"] == ALL[group][0]

@@ -130,8 +130,8 @@ class CompiledForward:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: target and head run compiled. Module hooks still fire."""
-        # Without automatic dynamic sizes: after an engine of other weights in this process, those of packed weights
-        # would be symbols, and Inductor refuses a region that is called with several.
+        # Automatic dynamic shapes would make symbols of the sizes of packed weights, after an engine of other weights
+        # in this process. Inductor refuses a region whose calls have different symbols.
         settings = torch._dynamo.config.patch(
             recompile_limit=SIZES, accumulated_recompile_limit=SIZES, skip_nnmodule_hook_guards=False,
             automatic_dynamic_shapes=False,
