@@ -8,9 +8,10 @@
 //               w [ceil(N / WIDTH), K / 2, WIDTH, 2]   for tiles: pairs of inputs side by side, as bytes
 //
 // The product of two bfloat16 is exact in float32. Sums are float32, and their order depends on K alone: the order of
-// the inputs, or that of the CPU's tiles (AMX adds the even and the odd ones of 32 inputs, then both). A row's result
-// does not depend on the other rows, nor on the number of threads. In tiles, numbers below 1.2e-38 count as 0. With
-// int8 weights in tiles, products below 3.3e-24 count as 0 too, and inputs from 1.8e19 on become infinite.
+// the inputs, or that of the CPU's instructions for pairs (AVX512-BF16 adds both products of a pair to a sum, AMX the
+// even and the odd ones of 32 inputs, then both). A row's result does not depend on the other rows, nor on the number
+// of threads. In pairs, numbers below 1.2e-38 count as 0. With int8 weights in tiles, products below 3.3e-24 count as 0
+// too, and inputs from 1.8e19 on become infinite.
 //
 // Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
@@ -35,6 +36,11 @@ constexpr int ROWS_A_PASS = 12;  // 24 sums, 2 weights and an input fit into 32 
 #else
 constexpr int ROWS_A_PASS = 6;  // 12 sums, 2 weights, an input and a mask fit into 16 registers
 #endif
+#if defined(__AVX512BF16__)
+typedef bf16 Input;  // of the rows, as they are multiplied: in pairs
+#else
+typedef float Input;
+#endif
 constexpr int WIDTH = 2 * LANES;
 constexpr int64_t AHEAD = 8192;       // bytes to prefetch: the core's prefetcher stops at the end of a page
 constexpr int64_t WIDENED_ALONE = 1 << 14;  // fewer inputs are widened before threads start
@@ -46,9 +52,11 @@ inline Words words_at(const char* at) {
 }
 
 // The weights of INPUTS inputs and WIDTH outputs take 4 * WIDTH bytes. Those of the second LANES outputs are HIGH bytes
-// after those of the first. load: the weights of one input and LANES outputs.
+// after those of the first. load: the weights of one input and LANES outputs; pairs: of two, as pairs of bfloat16.
 struct Bfloat16 {
   static constexpr int INPUTS = 2, HIGH = 4 * LANES;
+
+  static Words pairs(const char* at, int) { return words_at(at); }
 
   static Floats load(const char* at, int input) {
     const Words words = words_at(at);
@@ -58,6 +66,10 @@ struct Bfloat16 {
 
 struct Int8 {
   static constexpr int INPUTS = 4, HIGH = LANES;
+
+  static Words pairs(const char* at, int input) {  // exact: a level has at most 8 bits
+    return (Words)load(at, input) >> 16 | (Words)load(at, input + 1);
+  }
 
   static Floats load(const char* at, int input) {
     at += input * WIDTH;
@@ -103,22 +115,45 @@ inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
     finish_some<0>(end, row, from, count, sums);
 }
 
+// Adds the products of INPUTS inputs of ROWS rows x [.., K] with the weights at `w` to the sums of WIDTH outputs.
+#if defined(__AVX512BF16__)
+template <typename Weights, int ROWS>
+inline void add_products(const char* w, const Input* x, int64_t K, Floats* low, Floats* high) {
+  for (int i = 0; i < Weights::INPUTS; i += 2) {
+    const __m512bh low_weights = (__m512bh)Weights::pairs(w, i);
+    const __m512bh high_weights = (__m512bh)Weights::pairs(w + Weights::HIGH, i);
+    for (int m = 0; m < ROWS; m++) {
+      int pair;
+      memcpy(&pair, x + m * K + i, sizeof pair);
+      const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
+      low[m] = (Floats)_mm512_dpbf16_ps((__m512)low[m], low_weights, inputs);
+      high[m] = (Floats)_mm512_dpbf16_ps((__m512)high[m], high_weights, inputs);
+    }
+  }
+}
+#else
+template <typename Weights, int ROWS>
+inline void add_products(const char* w, const Input* x, int64_t K, Floats* low, Floats* high) {
+  for (int i = 0; i < Weights::INPUTS; i++) {
+    const Floats low_weights = Weights::load(w, i), high_weights = Weights::load(w + Weights::HIGH, i);
+    for (int m = 0; m < ROWS; m++) {
+      const float input = x[m * K + i];
+      low[m] += low_weights * input;
+      high[m] += high_weights * input;
+    }
+  }
+}
+#endif
+
 // Multiplies ROWS rows x [.., K] with one block of weights.
 template <typename Weights, int ROWS>
-void multiply(const char* w, const float* x, int64_t K, const End& end) {
-  constexpr int64_t BYTES = 4 * WIDTH, INPUTS = Weights::INPUTS;
+void multiply(const char* w, const Input* x, int64_t K, const End& end) {
+  constexpr int64_t BYTES = 4 * WIDTH;
   Floats low[ROWS], high[ROWS];  // outputs 0 .. LANES-1 and LANES .. WIDTH-1
   for (int m = 0; m < ROWS; m++) low[m] = high[m] = Floats{};
-  for (int64_t k = 0; k < K; k += INPUTS, w += BYTES) {
+  for (int64_t k = 0; k < K; k += Weights::INPUTS, w += BYTES) {
     for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
-    for (int i = 0; i < INPUTS; i++) {
-      const Floats low_weights = Weights::load(w, i), high_weights = Weights::load(w + Weights::HIGH, i);
-      for (int m = 0; m < ROWS; m++) {
-        const float input = x[m * K + k + i];
-        low[m] += low_weights * input;
-        high[m] += high_weights * input;
-      }
-    }
+    add_products<Weights, ROWS>(w, x + k, K, low, high);
   }
   for (int m = 0; m < ROWS; m++) {
     finish(end, m, 0, low[m]);
@@ -278,7 +313,7 @@ inline bool in_tiles(int64_t K) {
 #endif
 }
 
-typedef void Multiply(const char*, const float*, int64_t, const End&);
+typedef void Multiply(const char*, const Input*, int64_t, const End&);
 
 template <typename Weights, typename>
 struct ByRows;
@@ -297,18 +332,24 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
   if (in_tiles<Weights>(K))
     return product_in_tiles<Weights>(rows, static_cast<const char*>(w), scale, biases, static_cast<bf16*>(y), M, N, K);
 #endif
+#if defined(__AVX512BF16__)
+  const Input* inputs = rows;
+#else
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
-  float* wide = held.data();
-  const int64_t blocks = (N + WIDTH - 1) / WIDTH, passes = (M + ROWS_A_PASS - 1) / ROWS_A_PASS;
+  float* const inputs = held.data();
   if (M * K < WIDENED_ALONE)
-    for (int64_t i = 0; i < M * K; i++) wide[i] = widen(rows[i]);
+    for (int64_t i = 0; i < M * K; i++) inputs[i] = widen(rows[i]);
+#endif
+  const int64_t blocks = (N + WIDTH - 1) / WIDTH, passes = (M + ROWS_A_PASS - 1) / ROWS_A_PASS;
 #pragma omp parallel num_threads(at::get_num_threads())
   {
+#if !defined(__AVX512BF16__)
     if (M * K >= WIDENED_ALONE) {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < M * K; i++) wide[i] = widen(rows[i]);
+      for (int64_t i = 0; i < M * K; i++) inputs[i] = widen(rows[i]);
     }
+#endif
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * WIDTH;
@@ -317,7 +358,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
         const int64_t m = M * pass / passes, some = M * (pass + 1) / passes - m;  // passes differ by at most one row
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
                          scale ? scale + first : nullptr, biases ? biases + first : nullptr, 1};
-        Pass::multiply[some - 1](weights, wide + m * K, K, end);
+        Pass::multiply[some - 1](weights, inputs + m * K, K, end);
       }
     }
   }
