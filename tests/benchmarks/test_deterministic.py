@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +48,8 @@ def test_transformers_in_the_record(script, tiny_target_directory, tmp_path):
 
 
 def test_a_rival_that_answers_otherwise_in_a_batch(script, tiny_target, monkeypatch):
-    """vLLM gets all prompts and its options; what it writes behind a stop id or the asked length is no difference."""
+    """vLLM gets all prompts, its options and what drafts; what it writes behind a stop id or the asked length is no
+    difference. Chains need a head of its kind."""
     tool, asked, rows = script("deterministic_rivals"), [], []
     stop = min(tiny_target.stop_ids)
 
@@ -54,7 +57,7 @@ def test_a_rival_that_answers_otherwise_in_a_batch(script, tiny_target, monkeypa
         version, settings = "1.2", "threads: 1"
 
         def __init__(self, settings, threads, python):
-            asked.append((settings["max_running_requests"], settings["options"], python))
+            asked.append((settings["max_running_requests"], settings["options"], settings["draft"], python))
             self._last = len(asked)
 
         __enter__ = lambda self: self  # noqa: E731
@@ -69,10 +72,15 @@ def test_a_rival_that_answers_otherwise_in_a_batch(script, tiny_target, monkeypa
 
     monkeypatch.setattr(tool, "EngineProcess", Process)
     run = tool.RivalRun("vllm", tiny_target, [[1], [2, 3], [4]], [3, 4, 2], 1, "python")
-    run.rows(["batch 4", "chunks of 64"], rows.append)
+    run.rows(["batch 4", "chunks of 64", "n-gram 4,1,5", "chain 4,1,5"], rows.append)
     chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
-    assert asked == [(1, {}, "python"), (4, {}, "python"), (4, chunks, "python")]
-    assert [(row["equal"], row["unequal"], row["seconds"]) for row in rows] == [(2, 1, 2.0)] * 2
+    alone, four, parts, lookup = asked
+    assert [alone, four] == [(1, {}, None, "python"), (4, {}, None, "python")]
+    assert [parts, lookup] == [(4, chunks, None, "python"), (4, {}, "ngram", "python")]
+    assert [(row["equal"], row["unequal"], row["seconds"]) for row in rows] == [(2, 1, 2.0)] * 3
+    monkeypatch.setattr(tool, "exported", lambda head, to, folder, *_: f"{head.kind} for {to}")
+    replace(run, head=SimpleNamespace(kind="eagle3")).rows(["chain 4,1,5"], rows.append)
+    assert asked[-1] == (4, {}, "eagle3 for vllm", "python")
 
 
 def test_the_operation_that_differs_is_named(script, tiny_draft):

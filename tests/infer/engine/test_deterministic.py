@@ -165,6 +165,21 @@ def test_bits_are_those_of_the_request_alone(name, packed):
         assert written(random_schedule(chance, target, draft, deterministic=True), asked, chance) == wanted
 
 
+def test_preempted_requests_keep_their_bits():
+    """Short prompts are taken in together, their answers outgrow the cache: the last lose their pages and are read
+    again."""
+    target, draft = build("llama", True)
+    some = Asked.of(2, 12)
+    asked = Asked([ids[:6] for ids in some.prompts], [replace(one, max_tokens=70) for one in some.params])
+    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=16, max_total_tokens=208)
+    shape = DraftShape.parse("4,4,16")
+    engine = Engine(target, draft, shape, max_running_requests=8, context_length=160, memory=memory, deterministic=True)
+    requests = engine.generate(asked.prompts, asked.params)
+    engine.close()
+    assert sum(one.preemptions for one in requests) >= 4
+    assert [(one.output_ids, one.logprobs) for one in requests] == plain_answers(target, asked, deterministic=True)
+
+
 @pytest.mark.soak
 def test_a_minute_of_random_schedules():
     """As above, with new requests in every round, and quantised and float32 targets too."""
