@@ -307,9 +307,11 @@ SECTIONS = (
         "Which operations round a token's numbers by what is computed beside it?",
         "bit-sources-*.json",
         tables.bit_sources,
-        text="An operation counts where it got a token's numbers with the same bits as alone and returned others. "
-        "*before*: what PyTorch computes between the modules ahead of that one; in a compiled target the whole program "
-        "between two attentions. Compiled schedules are compared with the request alone by the same compiled target.",
+        text="One prompt and its answer, under each schedule and alone. *parts of N*: the prompt is read N tokens at "
+        "a time; *beside N*: in a batch with N other requests. An operation counts where it got a token's numbers with "
+        "the same bits as alone and returned others; the share is of all tokens and layers, *first* the earliest. "
+        "*none*: no operation of the target's layers did so for this prompt; the output matrix and the draw are not "
+        "watched. Compiled schedules are compared with the request alone by the same compiled target.",
         command="python benchmarks/bit_sources.py --draft DIR --variants auto float32 int8 int4",
     ),
     Section(

@@ -369,7 +369,7 @@ def bit_sources(record: Record) -> str:
                 row["dtype"] + (f", {row['quantization']}" if row["quantization"] else ""),
                 row["schedule"],
                 row["operation"] or "none",
-                f"{100 * row['share']:.1f} %" if row["differs"] else "none",
+                f"{100 * row['share']:.2f} %" if row["differs"] else "none",
                 row["first"] or NONE,
             )
             for row in record["rows"]
