@@ -116,13 +116,10 @@ SECTIONS = (
         "How fast does the engine decode beside what else could be picked on a CPU, on the same prompts in turns?",
         "engine-smollm2-135m-*.json",
         tables.engine,
-        text="Each engine runs at the settings that its row names. `llama.cpp` is a wheel built for AVX2, also on a "
-        "CPU with AVX512, and does not draft; `llama.cpp-bf16` and the like are built for the CPU; rivals with "
-        "`-eagle3` draft a chain by our exported head, those with `-ngram` by their own lookup. vLLM has no prefix "
-        "cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1x, and "
-        "where its interval lies beside 1x, all intervals of its batch are widened by as much. `hf-generate-int8` is "
-        "Hugging Face's `generate` over int8 weights that this package quantised and multiplies by its own kernels. "
-        "Prompts are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
+        text="Each engine runs at the settings that its row names. Rivals with `-eagle3` draft a chain by our exported "
+        "head, those with `-ngram` by their own lookup. vLLM has no prefix cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1x, and "
+        "where its interval lies beside 1x, all intervals of its batch are widened by as much. Prompts "
+        "are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
         "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. A "
         "rival that drafts is compared with its own plain row, by all seconds. Answers are compared with those of "
         "our plain row of the same weights that the record names (`equals`). Rows of one group of prompts are left "
