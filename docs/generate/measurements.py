@@ -117,13 +117,13 @@ SECTIONS = (
         "engine-smollm2-135m-*.json",
         tables.engine,
         text="Each engine runs at the settings that its row names. Rivals with `-eagle3` draft a chain by our exported "
-        "head, those with `-ngram` by their own lookup. vLLM has no prefix cache. `ours-null` is plain decoding beside a head that is never asked: it has to come out at 1x, and "
-        "where its interval lies beside 1x, all intervals of its batch are widened by as much. Prompts "
-        "are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
-        "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. A "
-        "rival that drafts is compared with its own plain row, by all seconds. Answers are compared with those of "
-        "our plain row of the same weights that the record names (`equals`). Rows of one group of prompts are left "
-        "out.",
+        "head, those with `-ngram` by their own lookup. vLLM has no prefix cache. `ours-null` is plain decoding beside "
+        "a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, all intervals of "
+        "its batch are widened by as much. Prompts are answered one at a time unless the row names a larger batch. "
+        "Ratios to `ours-plain` count all seconds; those to plain decoding with the same options count decoding alone, "
+        "without reading the prompt. A rival that drafts is compared with its own plain row, by all seconds. Answers "
+        "are compared with those of our plain row of the same weights that the record names (`equals`). Rows of one "
+        "group of prompts are left out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(
