@@ -41,6 +41,7 @@ from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.bench.records import command_line, hardware, machine_name, make_record, read_record, write_record
+from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import EngineConfig
@@ -236,9 +237,8 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
     for engine in [one for one in args.engines if one != TOOLKIT and quantization == "none"]:
         names = [name for name in args.schedules if name in RIVALS[engine] and results.lacks(engine, dtype, name)]
         lengths = [one.max_tokens for one in asked.params]
-        run = RivalRun(
-            engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python, head=sides[True].draft
-        )
+        head = None if args.draft is None else load_draft(args.draft)  # the one above is packed: it cannot be exported
+        run = RivalRun(engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python, head=head)
         try:
             run.rows(names, results.add)
         except EngineProcessError as error:

@@ -91,7 +91,8 @@ class RivalRun:
     def _exported(self, folder: Path) -> str:
         assert self.head is not None, "`rows` asked"
         directory = self.target.tokenizer.name_or_path
-        return exported(self.head, "vllm", folder, directory, self.target.revision, DraftShape.chain(DRAFTED))
+        revision = None if Path(directory).is_dir() else self.target.revision
+        return exported(self.head, "vllm", folder, directory, revision, DraftShape.chain(DRAFTED))
 
     def _answers(self, batch: int, changes: dict[str, Any]) -> tuple[float, list[list[int]], dict[str, Any]]:
         """Seconds, the answers, and what the engine says of itself."""
