@@ -4,8 +4,8 @@ Speed against oneDNN with packed weights, on two cores of an Intel Xeon, over al
 without AMX 1.5 to 1.8 times at 1 to 512 rows; with AMX 1.4 times at 1 to 16 rows, equal at 64 to 1024. With few rows,
 reading the weights from memory dominates: with AMX, 16 rows take 1.1 times as long as one. Without AVX-512 (AMD EPYC),
 arithmetic dominates from four rows on: 4 rows take 1.2 times as long as one, 6 take 1.4 times, 16 take 3.5 times. On a
-CPU with AVX512-BF16 and no AMX (AMD EPYC, one core), its instructions for pairs take half the time of AVX-512's for
-float32 from 16 rows on: 96 rows reach 200 GFLOP/s, in bfloat16; int8 weights reach 170.
+CPU with AVX512-BF16 and no AMX (AMD EPYC, one core), its instructions for pairs take about half the time of AVX-512's
+for float32 from 16 rows on.
 
 Shapes: M rows, N outputs, K inputs, W outputs per block (WIDTH of blocked_product.cpp).
 """

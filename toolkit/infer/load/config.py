@@ -105,7 +105,7 @@ class EngineConfig:
     deterministic: bool = option(
         False,
         "give an answer and its log-probabilities the same bits, whatever batch, prefix cache, parts of the prompt and "
-        "drafts it is computed with (on a GPU tested with small models alone); `verify` is target (default: off)",
+        "drafts it is computed with (on a GPU only small models were tested); `verify` is target (default: off)",
     )
     torch_compile: bool = option(
         False,
