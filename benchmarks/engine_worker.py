@@ -30,6 +30,7 @@ class Ours:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from toolkit import LLM, __version__
+        from toolkit.targets.fixed_linear import is_int8
 
         names = ("target", "revision", "draft", "shape", "dtype", "torch_compile")
         options = {name: settings[name] for name in names}
@@ -39,11 +40,13 @@ class Ours:
         }
         self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
+        draft = self._llm._loaded.draft
         self.settings = in_words(
             settings,
             str(self._llm.target.dtype).removeprefix("torch."),
             f"{settings['quantization']} weights" if settings["quantization"] else None,
             "torch.compile" if settings["torch_compile"] else "eager",
+            "head in int8" if draft is not None and is_int8(draft.head) else None,
             "no request drafts" if settings.get("null") else None,
         )
         self._drafts = not settings.get("null")

@@ -260,7 +260,8 @@ def best_of(rival: str, args: argparse.Namespace, recipe: Recipe) -> list[dict[s
         job = Job(f"{rival}-{version(rival)}", recipe, args.source, args.tokens, split, *sizes)
         job = cell_of(rival, job, rate, recipe.train.optimizer.warmup_ratio).job
         assert job.head is not None, "cells keep theirs"
-        row = in_process_of_its_own(work, rival, replace(job, head=job.head.with_suffix("")), rate)
+        row = {"source": args.source.name}
+        row |= in_process_of_its_own(work, rival, replace(job, head=job.head.with_suffix("")), rate)
         print(f"{row}", file=sys.stderr, flush=True)
         return row
 

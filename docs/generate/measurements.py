@@ -25,9 +25,9 @@ them. Rows that are slower than plain decoding are shown, too.
 ## How to read the tables
 
 - **accept_length** is the number of tokens committed per verify step, the target's own token included, so it is at
-  least one. The prompt's first token, steps cut off by the end of an answer, and plain steps are not counted. The one
-  exception is vLLM's row among the engines: vLLM counts cut-off steps too. The value means nothing without its draft
-  shape, temperature and number of verify steps, so they stand beside it.
+  least one. The prompt's first token, steps cut off by the end of an answer, and plain steps are not counted. The
+  exceptions are rows of vLLM and llama.cpp among the engines: both count cut-off steps too. The value means nothing
+  without its draft shape, temperature and number of verify steps, so they stand beside it.
 - **A draft shape** has the parameters `num_steps,top_k,num_draft_tokens`: levels, branches of a node, and verified
   nodes, root included. A chain has one branch.
 - **Adaptive drafting** drafts in some steps and decodes plainly in others. Its accept_length counts drafted steps
@@ -117,13 +117,15 @@ SECTIONS = (
         "engine-smollm2-135m-*.json",
         tables.engine,
         text="Each engine runs at the settings that its row names. Rivals with `-eagle3` draft a chain by our exported "
-        "head, those with `-ngram` by their own lookup. vLLM has no prefix cache. `ours-null` is plain decoding beside "
+        "head, those with `-ngram` by their own lookup. Our own rows hold the head in int8 beside an int8 target, and "
+        "wherever our own products multiply it, as users get it; vLLM holds it in bfloat16, llama.cpp in its file's "
+        "type. `ours-eagle3-adaptive` drafts by lookup, too, as `toolkit serve` does. The lengths of all other drafts "
+        "were set, and tuned for no engine. vLLM has no prefix cache. `ours-null` is plain decoding beside "
         "a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, all intervals of "
         "its batch are widened by as much. Prompts are answered one at a time unless the row names a larger batch. "
-        "Ratios to `ours-plain` count all seconds; those to plain decoding with the same options count decoding alone, "
-        "without reading the prompt. A rival that drafts is compared with its own plain row, by all seconds. Answers "
-        "are compared with those of our plain row of the same weights that the record names (`equals`). Rows of one "
-        "group of prompts are left out.",
+        "Ratios count all seconds, those of reading the prompt among them. A rival that drafts is compared with its "
+        "own plain row. Answers are compared with those of our plain row of the same weights that the record names "
+        "(`equals`). Rows of one group of prompts are left out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(
@@ -172,14 +174,18 @@ SECTIONS = (
         "How good is a head beside one of the published EAGLE-3 recipe, trained on the same rollouts?",
         "training-few-tokens-*.json",
         tables.few_tokens,
-        text="The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, "
-        "anew for every source and number of tokens, *of* so many *tries*: a row of one try and one seed is a "
-        "screening, and may do better at another rate. The other half is looked at for the chosen alone. The "
-        "rollouts on which a head's warm start is fitted are among those that it trains on, and its seconds "
-        "count. Values are pooled over the verify steps of all seeds. Intervals are 95 % bootstrap intervals "
-        "over prompts and seeds, both drawn with replacement. Ratios are paired: both heads have the same "
-        "prompts and seeds in every draw. So few seeds say little of their spread. *Edge*: the best rate was "
-        "the lowest or highest that was tried, so a better one may lie beyond.",
+        text="Target: the demo's; one sequence a step, a chain as deep as the unroll. *published*: random weights, "
+        "a trained output matrix, AdamW. All others: weights from the target, its output matrix frozen, Muon; "
+        "*all_tokens* learns from prompts and system texts too, whose labels cost no answer. Tokens are those of "
+        "answers, so *all_tokens* sees more text and takes longer at equally many: the minutes stand beside it. "
+        "*Distinct*: a training that goes on beyond them repeats its rollouts. "
+        "The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, *of* so "
+        "many *tries*; of one try, the rate is another table's choice and may not be the best. The other half is "
+        "looked at for the chosen alone. The rollouts on which a head's warm start is fitted are among those that it "
+        "trains on, and its seconds count. Values are pooled over the verify steps of all seeds. Intervals are 95 % "
+        "bootstrap intervals over prompts and seeds, both drawn with replacement; of one seed, over prompts alone, so "
+        "they are too narrow. Ratios are paired: both heads have the same prompts and seeds in every draw. *Edge*: the "
+        "best rate was the lowest or highest that was tried, so a better one may lie beyond.",
         command="python benchmarks/few_tokens.py RUN",
     ),
     Section(

@@ -67,11 +67,13 @@ def engine(record: Record) -> str:
 
 
 def _over_plain(row: Row, rows: Sequence[Row]) -> float | None:
-    """Speed over plain decoding with the same options; a rival's by all seconds, as it does not tell prefill apart."""
+    """Speed over plain decoding with the same options, by all seconds: rivals do not tell prefill apart."""
     drafts = OF_RIVALS.fullmatch(row["engine"])
-    name = drafts and (drafts["plain"] or f"hf-generate{drafts['suffix']}")
+    name = row["over"] if row["engine"].startswith("ours") else None
+    if drafts:
+        name = drafts["plain"] or f"hf-generate{drafts['suffix']}"
     same = next((other for other in rows if (other["engine"], other["batch"]) == (name, row["batch"])), None)
-    return row["decode_speedup"] if same is None else row["tokens_per_s"] / same["tokens_per_s"]
+    return None if same is None else row["tokens_per_s"] / same["tokens_per_s"]
 
 
 def never_slower(record: Record) -> str:
@@ -398,19 +400,24 @@ def few_tokens(record: Record) -> str:
     """Rows over all seeds: each recipe at its best rate and warm-up. Below, all tries of the first seed."""
     header = (
         "source",
-        "tokens",
+        "tokens (distinct)",
         "recipe",
         "rate, warm-up (of tries)",
         "seeds",
         "accept_length",
         "over the published one",
     )
+    distinct = {
+        (row["source"], row["asked_tokens"], row["variant"]): row["unique_tokens"]
+        for row in record["rows"]
+        if row["seed"] is not None
+    }
     tested = table(
         (*header, "forecast", "over the published one", "minutes, the start's among them"),
         (
             (
                 row["source"],
-                str(row["asked_tokens"]),
+                f"{row['asked_tokens']} ({distinct[row['source'], row['asked_tokens'], row['variant']]})",
                 row["variant"],
                 f"{row['learning_rate']:g}, {row['warmup_ratio']:g} "
                 f"({row['tries']}{', edge' if row['at_edge'] else ''})",
@@ -454,16 +461,26 @@ def _over(row: Row, name: str) -> str:
     return NONE if ratio is None else with_interval(ratio, row[f"{name}_ratio_interval"], row["prompts"])
 
 
+def _tried(rate: float, rates: Sequence[float]) -> str:
+    """How many rates were tried, and whether the chosen one is the lowest or highest of them."""
+    return f"{len(rates)}, edge" if len(rates) > 1 and rate in (min(rates), max(rates)) else str(len(rates))
+
+
 def training_rivals(record: Record) -> str:
     """Tests of the chosen rate of each trainer."""
-    header = ("trainer", "tokens", "rate", "accept_length", "verify steps", "forecast", "seconds a step", "memory")
+    columns = ("accept_length", "verify steps", "forecast", "seconds a step", "memory")
+    header = ("trainer", "tokens", "rate (of tries)", *columns)
+    tries: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if row["split"] == "validation":
+            tries.setdefault(row["rival"], []).append(row["learning_rate"])
     return table(
         header,
         (
             (
                 f"{row['rival']} {row['version']}",
                 str(row["tokens"]),
-                f"{row['learning_rate']:g}",
+                f"{row['learning_rate']:g} ({_tried(row['learning_rate'], tries[row['rival']])})",
                 with_interval(row["accept_length"], row["interval"], row["prompts"]),
                 str(row["verify_steps"]),
                 with_interval(row["forecast"], row["forecast_interval"], row["prompts"]),
