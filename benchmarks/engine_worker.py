@@ -40,13 +40,14 @@ class Ours:
         }
         self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
-        draft = self._llm._loaded.draft
+        draft = getattr(getattr(self._llm, "_loaded", None), "draft", None)
+        head = getattr(draft, "head", None)  # lookup has none
         self.settings = in_words(
             settings,
             str(self._llm.target.dtype).removeprefix("torch."),
             f"{settings['quantization']} weights" if settings["quantization"] else None,
             "torch.compile" if settings["torch_compile"] else "eager",
-            "head in int8" if draft is not None and is_int8(draft.head) else None,
+            "head in int8" if head is not None and is_int8(head) else None,
             "no request drafts" if settings.get("null") else None,
         )
         self._drafts = not settings.get("null")
