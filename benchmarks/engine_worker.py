@@ -40,8 +40,7 @@ class Ours:
         }
         self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
-        draft = getattr(getattr(self._llm, "_loaded", None), "draft", None)
-        head = getattr(draft, "head", None)  # lookup has none
+        head = getattr(self._llm._loaded.draft, "head", None)  # lookup has none
         self.settings = in_words(
             settings,
             str(self._llm.target.dtype).removeprefix("torch."),

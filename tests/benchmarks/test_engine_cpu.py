@@ -147,7 +147,9 @@ def test_plans_of_every_option(script, tmp_path, tiny_draft, monkeypatch) -> Non
     assert all(plan.equals == plan.over for plan in drafting.values())
     given: dict = {}
     llm = SimpleNamespace(
-        target=SimpleNamespace(weight_bits=8.0, dtype="torch.bfloat16"), engine=SimpleNamespace(step=None)
+        target=SimpleNamespace(weight_bits=8.0, dtype="torch.bfloat16"),
+        engine=SimpleNamespace(step=None),
+        _loaded=SimpleNamespace(draft=None),
     )
     monkeypatch.setattr("toolkit.LLM", lambda **settings: given.update(settings) or llm)
     engine = worker.Ours({**shared_settings(tmp_path), **ours["ours-plain-int8-compiled"].settings})

@@ -175,14 +175,8 @@ def test_servers_are_shown(generator, results) -> None:
 
 def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
     """The row of a try that validation did not choose would look like a result, as would one of a single seed."""
-    row = {
-        "source": "talk",
-        "asked_tokens": 50_000,
-        "unique_tokens": 20_000,
-        "variant": "ours",
-        "learning_rate": 0.02,
-        "warmup_ratio": 0.1,
-    }
+    row = {"source": "talk", "asked_tokens": 50_000, "unique_tokens": 20_000, "variant": "ours"}
+    row |= {"learning_rate": 0.02, "warmup_ratio": 0.1}
     row |= {"seed": None, "seeds": [0, 1, 2], "tries": 5, "at_edge": True, "prompts": 20, "seconds": 90.0}
     row |= {"start_seconds": 30.0, "accept_length": 1.5, "interval": [1.4, 1.6], "forecast": 1.45}
     row |= {"forecast_interval": [1.3, 1.7], "forecast_ratio": None, "forecast_ratio_interval": None}
