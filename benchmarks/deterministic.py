@@ -97,7 +97,7 @@ class Asked:
         return int(max(most + 2 * SLACK, 3 * mean)) // 16 * 16
 
 
-def questions(target: Target, limit: int, max_tokens: int) -> Asked:
+def questions(target: Target, limit: int, max_tokens: int, logprobs: int | None = 2) -> Asked:
     """Conversations of one to eight of the built-in prompts; many begin with the same ones."""
     chance, asked = random.Random(0), [one.turns[0] for one in builtin_prompts()]
     found, most = Asked([], []), target.max_context - max_tokens - 64
@@ -107,7 +107,7 @@ def questions(target: Target, limit: int, max_tokens: int) -> Asked:
         ids = chat_ids(target.tokenizer, [{"role": "user", "content": "\n".join(texts)}])
         found.prompts.append(ids[:most])
         settings: dict[str, Any] = {"temperature": 0.8, "seed": number} if number % 2 else {}
-        found.params.append(SamplingParams(max_tokens=chance.randint(8, max_tokens), logprobs=2, **settings))
+        found.params.append(SamplingParams(max_tokens=chance.randint(8, max_tokens), logprobs=logprobs, **settings))
     return found
 
 
@@ -224,7 +224,7 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
     )
     sides = {flag: Side.of(config.with_options(deterministic=flag)) for flag in (False, True)}
     loaded = sides[True].target
-    asked = questions(loaded, args.limit, args.max_tokens)
+    asked = questions(loaded, args.limit, args.max_tokens, None if args.tokens_only else 2)
     results.described.setdefault("target", describe_target(loaded))
     if sides[True].draft is not None:
         results.described.setdefault("draft", describe_draft(sides[True].draft))
@@ -255,6 +255,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=200, help="requests (default: 200; 24 take some minutes)")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
+    parser.add_argument(
+        "--tokens-only", action="store_true", help="ask for no log-probabilities: on a GPU such rounds are recorded"
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
@@ -268,6 +271,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if VLLM in args.engines and args.vllm_python is None:
         parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")
     settings = {name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats")}
+    settings |= {"tokens_only": True} if args.tokens_only else {}
     results = Results(args.out, settings, args.resume, args.note)
     for variant in args.variants:
         measure(variant, args, results)

@@ -185,14 +185,12 @@ class RoundParts:
                 segments[-1][1].capture_end()
                 begin(part)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), warnings.catch_warnings():
+        for _ in range(WARM_UPS):  # outside of the stream that captures: see CudaCapture
+            run()
+        torch.cuda.synchronize()
+        gc.collect()
+        with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two parts
-            for _ in range(WARM_UPS):
-                run()
-            torch.cuda.synchronize()
-            gc.collect()
             begin(self._inside[-1])
             self._cut = cut
             try:
@@ -200,7 +198,7 @@ class RoundParts:
             finally:
                 self._cut = None
                 segments[-1][1].capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
         return segments
 
 

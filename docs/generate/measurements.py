@@ -54,8 +54,7 @@ them. Rows that are slower than plain decoding are shown, too.
 TAIL = """
 ## What has no record
 
-- The speed of rounds and training on a GPU: [what ran there](performance.md#on-a-gpu) shared the card with other
-  programs.
+- The speed of training on a GPU, and of real models: [what ran there](performance.md#on-a-gpu).
 """
 
 
@@ -272,6 +271,27 @@ SECTIONS = (
         text="The device's work is left out, so no GPU is needed. *All tables*: what a round would take more if it "
         "uploaded every page table, not the new pages alone.",
         command="python benchmarks/host_rounds.py",
+    ),
+    Section(
+        "The engine on a GPU",
+        "What does a round cost at the shape of a model of eight billion parameters, and where does its time go?",
+        "engine-gpu-*.json",
+        tables.engine_gpu,
+        text="Weights are random, the head is one layer, and drafts are accepted by chance, to the accept_length that "
+        "the command forces: only times mean anything. Entrants take turns with one request. *eager*, *graph*: "
+        "recorded as CUDA graphs, *compiled*: recorded with compiled layers. *Speed*: tokens a second over the plain "
+        "row of the same kind; of plain rows, and of `hf-generate-static`, which transformers compiles, over "
+        "`ours-plain-graph`. *Of the bandwidth*: bytes that a plain step must read, over its time and the larger rate "
+        "below. *draft*, *verify*, *rest*: of a round that is recorded part by part.",
+        command="python benchmarks/engine_gpu.py --only llama",
+    ),
+    Section(
+        "Kernels of a round on a GPU",
+        "How many kernels does a recorded round launch at that shape, and which take the time?",
+        "rounds-*.json",
+        tables.rounds_gpu,
+        text="Kernels whose names begin with `nvjet` are cuBLAS's products.",
+        command="python benchmarks/rounds_gpu.py --kernels",
     ),
     Section(
         "Operations of a round on a GPU",

@@ -16,6 +16,7 @@ from toolkit.bench.table import NONE, decimal, mode_name, speedup_text
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 ACCEPT_LENGTH = "accept_length (adaptive: of drafted steps alone)"
+LONGEST_KERNELS = 8  # of a round, named
 TASK_PROMPTS = 20  # tasks of fewer prompts have no row of their own
 OF_RIVALS = re.compile(r"(?P<plain>(?!ours).+)-(ngram|eagle3|eagle3-sure)|hf-prompt-lookup(?P<suffix>.*)")
 
@@ -334,6 +335,48 @@ def gpu_probe(record: Record) -> str:
     """What an operation of a round takes on a GPU, recorded alone."""
     timed = [row for row in record["rows"] if row["microseconds"] is not None]
     return table(("operation", "microseconds"), ((row["probe"], f"{row['microseconds']:.1f}") for row in timed))
+
+
+def engine_gpu(record: Record) -> str:
+    """Plain and drafted rounds on a GPU, and the parts of a round."""
+    header = ("engine", "draft shape", "ms a round", "tokens/s", "accept_length", "speed", "of the bandwidth",
+              "draft, ms", "verify, ms", "rest, ms")  # fmt: skip
+    lines = []
+    for row in record["rows"]:
+        parts = dict(row["parts"]) if row["parts_by"] == "graphs" else {}
+        rest = sum(seconds for part, seconds in parts.items() if part not in ("draft", "verify"))
+        length, share = row["accept_length"], row["share_of_bandwidth"]
+        itself = row["engine"] == row["over"]
+        lines.append((
+            f"`{row['engine']}`", row["shape"].partition(" ")[2].replace("/", ",") or "plain",
+            f"{1e3 * row['round_seconds']:.2f}", decimal(row["tokens_per_s"], 1),
+            NONE if length is None else decimal(length),
+            NONE if itself else with_interval(row["speedup"], row["interval"], row["repeats"], "x"),
+            NONE if share is None else f"{100 * share:.0f} %",
+            *(f"{1e3 * one:.2f}" if one else NONE for one in (parts.get("draft"), parts.get("verify"), rest)),
+        ))  # fmt: skip
+    found = ", ".join(f"{1e-12 * rate:.2f} TB/s by a {what}" for what, rate in record["card"]["bytes_per_s"].items())
+    return f"{table(header, lines)}\nThe card moved {found}.\n"
+
+
+def rounds_gpu(record: Record) -> str:
+    """Kernels of a recorded round, and the time that products take of it."""
+    header = ("draft shape", "ms a round", "kernels", "their ms", "the longest kernels, ms a round")
+    lines = []
+    for row in record["rows"]:
+        kernels = row["kernels"]
+        longest = ", ".join(
+            f"{_short(name)} {1e3 * one['seconds']:.2f} ({one['count']:.0f}x)"
+            for name, one in list(kernels["by_name"].items())[:LONGEST_KERNELS]
+        )
+        times = (f"{1e3 * row['round_seconds']:.2f}", f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}")
+        lines.append((row["shape"], *times, longest))
+    return table(header, lines)
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without types and arguments."""
+    return f"`{kernel.removeprefix('void ').partition('<')[0].rpartition('::')[2]}`"
 
 
 def deterministic(record: Record) -> str:

@@ -58,15 +58,13 @@ class CudaCapture:
         self._failed: list[torch.cuda.CUDAGraph] = []  # kept alive: the allocator may still refer to them
 
     def __call__(self, run: Run) -> Run:
-        # One stream for warm-ups and captures: libraries keep a workspace per stream.
+        # cuBLAS has a workspace per stream. Only captures use this stream, so its workspace is in the graphs' pool.
+        # Others that capture graphs free what lies elsewhere (PyTorch issue 193402), and a replay would still use it.
         stream = self._stream = self._stream or torch.cuda.Stream()
         before = torch.cuda.current_stream()
         try:
-            stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    run()
-            before.wait_stream(stream)
+            for _ in range(WARM_UPS):
+                run()
         except RuntimeError as error:
             raise EngineError(_told(error)) from error
         graph = torch.cuda.CUDAGraph()
