@@ -1,7 +1,7 @@
 """Answers under many schedules, with `deterministic` and without: how many have the bits of the request alone.
 
     python benchmarks/deterministic.py [--draft runs/NAME/ckpt] [--limit 200] [--max-tokens 48] [--variants auto int8]
-        [--engines toolkit transformers vllm] [--vllm-python PATH] [--resume]
+        [--engines toolkit transformers vllm] [--vllm-python PATH] [--tokens-only] [--resume]
 
 Requests of mixed lengths, every second one sampled with a seed. First each runs alone, without reuse and drafts, in an
 engine with the option and in one without. Then come the schedules, in both: an answer is `equal` if its tokens and all
@@ -76,7 +76,7 @@ VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
 KEYS = ("engine", "dtype", "schedule", "deterministic")  # of a row
 DEFINITIONS = {
     "equal": "answers whose tokens and log-probabilities are those of the request alone, to the bit; of an engine "
-    "other than toolkit, whose tokens are",
+    "other than toolkit, and with --tokens-only, whose tokens are",
     "tokens_unequal": "answers whose tokens are not those of the request alone",
     "cost": "seconds with the option over seconds without, in turns; null: there is no pair",
 }
@@ -256,7 +256,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
     parser.add_argument(
-        "--tokens-only", action="store_true", help="ask for no log-probabilities: on a GPU such rounds are recorded"
+        "--tokens-only",
+        action="store_true",
+        help="ask for no log-probabilities: `equal` then compares tokens alone, and a GPU runs rounds as CUDA graphs",
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--note", help="what else the machine did, for the record")

@@ -97,6 +97,7 @@ class RoundParts:
         self._kept: list[tuple[str, Any]] = []
         self._cut: Callable[[str], None] | None = None  # what a change of parts does while a round is recorded
         self.recorded = 0
+        self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
@@ -185,11 +186,12 @@ class RoundParts:
                 segments[-1][1].capture_end()
                 begin(part)
 
-        for _ in range(WARM_UPS):  # outside of the stream that captures: see CudaCapture
+        self._stream = self._stream or torch.cuda.Stream()
+        for _ in range(WARM_UPS):  # not on the stream that captures: see CudaCapture
             run()
         torch.cuda.synchronize()
         gc.collect()
-        with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two parts
             begin(self._inside[-1])
             self._cut = cut

@@ -99,7 +99,7 @@ class RolloutSettings:
     deterministic: bool = setting(
         False,
         "give an answer the same bits whatever is written beside it: here, in train.on_policy and as the head is "
-        "measured, but not in the prompts that the target writes itself (on a GPU not run yet)",
+        "measured, but not in the prompts that the target writes itself (on a GPU only small models were tested)",
         fingerprint_name="deterministic",
     )
     torch_compile: bool = setting(

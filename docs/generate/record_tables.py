@@ -339,7 +339,7 @@ def gpu_probe(record: Record) -> str:
 
 def engine_gpu(record: Record) -> str:
     """Plain and drafted rounds on a GPU, and the parts of a round."""
-    header = ("engine", "draft shape", "ms a round", "tokens/s", "accept_length", "speed", "of the bandwidth",
+    header = ("engine", "batch", "draft shape", "ms a round", "tokens/s", "accept_length", "speed", "of the bandwidth",
               "draft, ms", "verify, ms", "rest, ms")  # fmt: skip
     lines = []
     for row in record["rows"]:
@@ -348,7 +348,7 @@ def engine_gpu(record: Record) -> str:
         length, share = row["accept_length"], row["share_of_bandwidth"]
         itself = row["engine"] == row["over"]
         lines.append((
-            f"`{row['engine']}`", row["shape"].partition(" ")[2].replace("/", ",") or "plain",
+            f"`{row['engine']}`", str(row["batch"]), row["shape"].partition(" ")[2].replace("/", ",") or "plain",
             f"{1e3 * row['round_seconds']:.2f}", decimal(row["tokens_per_s"], 1),
             NONE if length is None else decimal(length),
             NONE if itself else with_interval(row["speedup"], row["interval"], row["repeats"], "x"),
@@ -360,17 +360,22 @@ def engine_gpu(record: Record) -> str:
 
 
 def rounds_gpu(record: Record) -> str:
-    """Kernels of a recorded round, and the time that products take of it."""
-    header = ("draft shape", "ms a round", "kernels", "their ms", "the longest kernels, ms a round")
+    """Kernels of a round: their number, their time, the longest of them."""
+    header = ("rounds", "batch", "draft shape", "ms a round", "kernels", "their ms", "the longest kernels, ms a round")
     lines = []
     for row in record["rows"]:
         kernels = row["kernels"]
+        if kernels is None:  # measured without --kernels
+            lines.append(
+                (row["how"], str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *[NONE] * 3)
+            )
+            continue
         longest = ", ".join(
             f"{_short(name)} {1e3 * one['seconds']:.2f} ({one['count']:.0f}x)"
             for name, one in list(kernels["by_name"].items())[:LONGEST_KERNELS]
         )
         times = (f"{1e3 * row['round_seconds']:.2f}", f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}")
-        lines.append((row["shape"], *times, longest))
+        lines.append((row["how"], str(row["batch"]), row["shape"], *times, longest))
     return table(header, lines)
 
 
@@ -394,6 +399,8 @@ def deterministic(record: Record) -> str:
         cost = NONE
         if with_option is not None:
             other, cost = _of(with_option, "equal"), f"{decimal(with_option['cost'])}x"
+        if record["settings"].get("tokens_only"):  # no log-probabilities were asked for
+            bits, other = (cell if cell in (NONE, "refused") else f"{cell} (tokens)" for cell in (bits, other))
         tokens = f"{without['requests'] - without['tokens_unequal']} of {without['requests']}"
         lines.append((engine, dtype, schedule, tokens, bits, other, cost))
     return table(header, lines)

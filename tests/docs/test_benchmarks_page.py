@@ -201,9 +201,12 @@ def test_equal_bits_are_shown(generator) -> None:
     row |= {"equal": 12, "tokens_unequal": 30, "cost": None, "version": "1"}
     paired = {**row, "deterministic": True, "equal": 200, "tokens_unequal": 0, "cost": 1.234}
     compiled, rival = {**row, "schedule": "compiled"}, {**row, "engine": "vllm", "equal": 170}
-    lines = generator("record_tables").deterministic({"rows": [row, paired, compiled, rival]}).splitlines()[2:]
+    table, rows = generator("record_tables").deterministic, [row, paired, compiled, rival]
+    lines = table({"settings": {}, "rows": rows}).splitlines()[2:]
     assert lines == [
         "| toolkit | bfloat16 | batch 4 | 170 of 200 | 12 of 200 | 200 of 200 | 1.23x |",
         "| toolkit | bfloat16 | compiled | 170 of 200 | 12 of 200 | refused | - |",
         "| vllm 1 | bfloat16 | batch 4 | 170 of 200 | - | - | - |",
     ]
+    [tokens] = table({"settings": {"tokens_only": True}, "rows": [row, paired]}).splitlines()[2:]
+    assert tokens.endswith("| 12 of 200 (tokens) | 200 of 200 (tokens) | 1.23x |")

@@ -103,17 +103,20 @@ def test_a_failure_tells_its_cause_and_leaves_the_stream(device, fails_in) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_keep_the_workspaces_of_their_products() -> None:
-    """torch.compile frees all workspaces of cuBLAS before it captures a graph. These products need one: one row by 4096
+    """torch.compile frees all workspaces of cuBLAS before it captures a graph. This product needs one: one row by 4096
     columns is split over the columns."""
+    torch._C._cuda_clearCublasWorkspaces()  # an earlier test may have used the stream
     row, matrix = torch.randn(1, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
     row, matrix, out = row.bfloat16(), matrix.bfloat16(), torch.zeros(1, 4096, device="cuda").bfloat16()
-    replays = [CudaCapture()(lambda: out.copy_(row @ matrix)) for _ in range(3)]
+    capture = CudaCapture()
+    replay = capture(lambda: out.copy_(row @ matrix))
+    replay()
     expected = out.clone()
     torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    for replay in replays:
-        out.zero_()
-        others = torch.full((64, 2**20), 7, device="cuda")  # takes what was freed
-        replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected) and others.eq(7).all()
+    with torch.cuda.stream(capture._stream):  # memory that is freed goes to its own stream first
+        others = [torch.full((2**21,), 7, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    out.zero_()
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected) and all(other.eq(7).all() for other in others)

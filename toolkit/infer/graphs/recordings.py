@@ -31,7 +31,7 @@ from toolkit.log import Progress, get_logger
 
 logger = get_logger(__name__)
 
-WARM_UPS = 2  # runs before the capture: they compile kernels and allocate library workspaces and tables
+WARM_UPS = 2  # runs before the capture: they compile kernels and build tables
 
 Run = Callable[[], None]
 # Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
@@ -58,8 +58,8 @@ class CudaCapture:
         self._failed: list[torch.cuda.CUDAGraph] = []  # kept alive: the allocator may still refer to them
 
     def __call__(self, run: Run) -> Run:
-        # cuBLAS has a workspace per stream. Only captures use this stream, so its workspace is in the graphs' pool.
-        # Others that capture graphs free what lies elsewhere (PyTorch issue 193402), and a replay would still use it.
+        # Graphs refer to cuBLAS's workspace of their stream, and torch.compile frees it when it captures graphs itself.
+        # No warm-up runs on this stream (one of torch's 32): the workspace is in the graphs' pool and stays allocated.
         stream = self._stream = self._stream or torch.cuda.Stream()
         before = torch.cuda.current_stream()
         try:
