@@ -281,7 +281,7 @@ class LlamaCppBinary(LlamaCppServer):
             head = f"lookup of {settings['num_steps']} after {settings['ngram']} tokens"
         elif self._drafts:
             head = f"chain of {settings['num_steps']} by our head in {os.path.basename(settings['draft'])}"
-            head += f", drafts of p >= {settings['least_probability']}" if settings["least_probability"] else ""
+            head += f", drafts of {settings['least_probability']:.0%} or more" if settings["least_probability"] else ""
         weights = f"weights of {os.path.basename(settings['gguf'])}"
         self.settings = in_words(settings, weights, head, "compiled for this CPU")
 
