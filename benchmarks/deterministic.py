@@ -97,7 +97,7 @@ class Asked:
         return int(max(most + 2 * SLACK, 3 * mean)) // 16 * 16
 
 
-def questions(target: Target, limit: int, max_tokens: int, logprobs: int | None = 2) -> Asked:
+def questions(target: Target, limit: int, max_tokens: int, logprobs: int | None) -> Asked:
     """Conversations of one to eight of the built-in prompts; many begin with the same ones."""
     chance, asked = random.Random(0), [one.turns[0] for one in builtin_prompts()]
     found, most = Asked([], []), target.max_context - max_tokens - 64
@@ -272,8 +272,9 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if VLLM in args.engines and args.vllm_python is None:
         parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")
-    settings = {name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats")}
-    settings |= {"tokens_only": True} if args.tokens_only else {}
+    settings = {
+        name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats", "tokens_only")
+    }
     results = Results(args.out, settings, args.resume, args.note)
     for variant in args.variants:
         measure(variant, args, results)

@@ -7,9 +7,9 @@
 #   PYTHON_VERSION=3.12 is the Python there. TRANSFORMERS=5.24 also takes that release, in place of the one there.
 #   Where the GPU machine has a network, `pip install -e ".[dev]"` there does the same.
 #
-# On the machine, one call after the other, each below eight minutes (an H100 with 16 processor cores took 23 s for 0, 125 s
-# for the tests of 1 with nine at once, 131 s for those of 2 with eleven, other programs beside both, and 195 s for 6 at
-# batch 1):
+# On the machine, one call after the other, each below eight minutes. An H100 with 16 processor cores took 23 s for 0, and
+# 195 s for 6 at batch 1. With other programs beside them it took 125 s for the tests of 1, nine at once, and 131 s for
+# those of 2, eleven at once.
 #   bash benchmarks/first_gpu.sh 0 1   what is there, recordings alone; every kernel beside its reference
 #   bash benchmarks/first_gpu.sh 2     all other tests that need a GPU
 #   bash benchmarks/first_gpu.sh 3     8B shape, batch 1: rounds eager, recorded, with and without overlap; their kernels
@@ -18,8 +18,8 @@
 #   bash benchmarks/first_gpu.sh 6     engine_gpu.py: the record that performance targets are stated for
 #   bash benchmarks/first_gpu.sh 7     optional: `toolkit run` of the demo in small, and its acceptance. Before, on the
 #                                      machine with a network: `first_gpu.sh prepare demo` (93 MB, in parts of 47 MB)
-#   bash benchmarks/first_gpu.sh 8     optional, with the same parts: the tokens of 80 answers of recorded rounds, --deterministic
-#                                      (drafts of the head of 7)
+#   bash benchmarks/first_gpu.sh 8     optional, with the same parts: the tokens of 80 answers in recorded rounds, with
+#                                      --deterministic and without; drafts are those of the head of 7
 # The limits are wide. With a quarter of an hour: `0 1 3`, then `6`, then `7 8`.
 # Records and logs are left in $OUT; what fails is logged, and the next step runs all the same. At the end the script
 # says how to keep the records in benchmarks/results/.

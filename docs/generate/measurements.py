@@ -279,15 +279,16 @@ SECTIONS = (
         tables.engine_gpu,
         text="Weights are random, the head is one layer, and drafts are accepted by chance, to the accept_length that "
         "`--force-accept-length` says: only times mean anything. A draft shape is `num_steps,top_k,num_draft_tokens`. "
-        "Entrants take turns, each of some rounds behind the same prompts, whose reading does not count. *eager*; "
-        "*graph*: recorded as CUDA graphs; *compiled*: recorded with compiled layers; `hf-generate-static`: "
-        "transformers with a static cache, which it compiles by itself, and no other setting. *Speed*: tokens a second "
-        "over the plain row of the same kind; of plain rows, and of transformers, over `ours-plain-graph`. Few turns "
-        "give no interval; eager rows vary by a third between turns. *Of the bandwidth*: bytes that a plain step must "
-        "read, over its time and the larger rate below. *draft*, *verify*, *rest*: of a round that is recorded part by "
-        "part in a second measurement, so that they do not add up to the first column of times; a row without them had "
-        "no time left. *rest* is the tree, the choice of tokens, the moving of keys, the host, and the draws that "
-        "accept by chance, which a real head has not.",
+        "Entrants take turns: some rounds after the same prompts, without the reading of the prompts. *eager*: each "
+        "kernel is launched by the host; *graph*: rounds are recorded as CUDA graphs; *compiled*: recorded with "
+        "compiled layers; `hf-generate-static`: transformers with a static cache, which it compiles by itself; no "
+        "other setting of it was tried. *Speed*: tokens a second over the plain row of the same kind; of plain rows, "
+        "and of transformers, over `ours-plain-graph`. Few turns give no interval; eager rows vary by a third between "
+        "turns. *Of the bandwidth*: bytes that a plain step must read, over its time and the larger rate below. "
+        "*draft*, *verify*, *rest*: of a round that is recorded part by part in a second measurement, so that they do "
+        "not add up to the first column of times; a row without them had no time left. *rest* is the tree, the choice "
+        "of tokens, the moving of keys, the host, and the draws that accept by chance, which a real head does not "
+        "need.",
         command="python benchmarks/engine_gpu.py --only llama",
     ),
     Section(
@@ -295,8 +296,8 @@ SECTIONS = (
         "How many kernels does a recorded round launch at that shape, and which take the time?",
         "rounds-*.json",
         tables.rounds_gpu,
-        text="*their ms*: the sum of the kernels' times; the rest of a round passes between them. What begins with "
-        "`nvjet`, and `splitKreduce`, are cuBLAS's products; a name is cut, so it may stand for several kernels.",
+        text="*their ms*: the sum of the kernels' times; the rest of a round passes between them. Names that begin "
+        "with `nvjet`, and `splitKreduce`, are cuBLAS's products; a name is cut, so it may stand for several kernels.",
         command="python benchmarks/rounds_gpu.py --kernels",
     ),
     Section(

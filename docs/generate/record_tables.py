@@ -343,7 +343,7 @@ def engine_gpu(record: Record) -> str:
               "draft, ms", "verify, ms", "rest, ms")  # fmt: skip
     lines = []
     for row in record["rows"]:
-        parts = dict(row["parts"]) if row["parts_by"] == "graphs" else {}
+        parts = row["parts"] if row["parts_by"] == "graphs" else {}
         rest = sum(seconds for part, seconds in parts.items() if part not in ("draft", "verify"))
         length, share = row["accept_length"], row["share_of_bandwidth"]
         itself = row["engine"] == row["over"]
@@ -364,18 +364,14 @@ def rounds_gpu(record: Record) -> str:
     header = ("rounds", "batch", "draft shape", "ms a round", "kernels", "their ms", "the longest kernels, ms a round")
     lines = []
     for row in record["rows"]:
-        kernels = row["kernels"]
-        if kernels is None:  # measured without --kernels
-            lines.append(
-                (row["how"], str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *[NONE] * 3)
+        kernels, cells = row["kernels"], (NONE, NONE, NONE)
+        if kernels is not None:  # measured with --kernels
+            longest = ", ".join(
+                f"{_short(name)} {1e3 * one['seconds']:.2f} ({one['count']:.0f}x)"
+                for name, one in list(kernels["by_name"].items())[:LONGEST_KERNELS]
             )
-            continue
-        longest = ", ".join(
-            f"{_short(name)} {1e3 * one['seconds']:.2f} ({one['count']:.0f}x)"
-            for name, one in list(kernels["by_name"].items())[:LONGEST_KERNELS]
-        )
-        times = (f"{1e3 * row['round_seconds']:.2f}", f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}")
-        lines.append((row["how"], str(row["batch"]), row["shape"], *times, longest))
+            cells = (f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}", longest)
+        lines.append((row["how"], str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *cells))
     return table(header, lines)
 
 

@@ -59,7 +59,7 @@ class CudaCapture:
 
     def __call__(self, run: Run) -> Run:
         # Graphs refer to cuBLAS's workspace of their stream, and torch.compile frees it when it captures graphs itself.
-        # No warm-up runs on this stream (one of torch's 32): the workspace is in the graphs' pool and stays allocated.
+        # No warm-up runs on this stream (one of torch's 32): its workspace is in the graphs' pool, for them alone.
         stream = self._stream = self._stream or torch.cuda.Stream()
         before = torch.cuda.current_stream()
         try:
