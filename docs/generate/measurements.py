@@ -119,12 +119,12 @@ SECTIONS = (
         "head, those with `-ngram` by their own lookup. Our own rows hold the head in int8 beside an int8 target, and "
         "wherever our own products multiply it, as users get it; vLLM holds it in bfloat16, llama.cpp in its file's "
         "type. `ours-eagle3-adaptive` drafts by lookup, too, as `toolkit serve` does. The lengths of all other drafts "
-        "were set, and tuned for no engine. vLLM has no prefix cache. `ours-null` is plain decoding beside "
-        "a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, all intervals of "
+        "were set, and tuned for no engine. No prefix cache is used, neither in vLLM nor here. `ours-null` is plain "
+        "decoding beside a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, all intervals of "
         "its batch are widened by as much. Prompts are answered one at a time unless the row names a larger batch. "
         "Ratios count all seconds, those of reading the prompt among them. A rival that drafts is compared with its "
-        "own plain row. Answers are compared with those of our plain row of the same weights that the record names "
-        "(`equals`). Rows of one group of prompts are left out.",
+        "own plain row. Answers are compared with those of our plain row of the same weights; the record "
+        "names it. Rows of one group of prompts are left out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(
@@ -173,18 +173,27 @@ SECTIONS = (
         "How good is a head beside one of the published EAGLE-3 recipe, trained on the same rollouts?",
         "training-few-tokens-*.json",
         tables.few_tokens,
-        text="Target: the demo's; one sequence a step, a chain as deep as the unroll. *published*: random weights, "
-        "a trained output matrix, AdamW. All others: weights from the target, its output matrix frozen, Muon; "
-        "*all_tokens* learns from prompts and system texts too, whose labels cost no answer. Tokens are those of "
-        "answers, so *all_tokens* sees more text and takes longer at equally many: the minutes stand beside it. "
+        text="Target: the demo's. A step has one rollout, of *batch_4* four. The drafts are a chain as deep as the "
+        "unroll, which has as many steps for all. *published*: random weights, a trained output matrix, AdamW, "
+        "answers alone. All others: weights from the target, its output matrix frozen, Muon; they learn from prompts "
+        "and system texts too, whose labels cost no answer. What each of these adds was not measured apart. The table "
+        "of tries has the further settings of a row. Tokens are those of answers, so all but "
+        "*published* see more text and take longer at equally many. "
         "*Distinct*: a training that goes on beyond them repeats its rollouts. "
-        "The held-out rollouts are cut in two halves. Learning rate and warm-up are chosen on one of them, *of* so "
+        "Source *self*: prompts that the target wrote (`toolkit run recipes/smollm2-135m.yaml --until token_map` with "
+        "more `prompts.synthesize`). *gsm8k*: GSM8K's questions as `prompts.sources`. "
+        "The held-out rollouts are cut in two halves. *forecast*: accept_length by replay of their answers, without "
+        "the engine. A rate and a warm-up are chosen by it on one half, *of* so "
         "many *tries*; of one try, the rate is another table's choice and may not be the best. The other half is "
-        "looked at for the chosen alone. The rollouts on which a head's warm start is fitted are among those that it "
+        "looked at for the chosen alone. "
+        "speculators' own trainer, in the next section, was level with *all_tokens* at the least tokens; it was not "
+        "measured at more. The rollouts on which a head's warm start is fitted are among those that it "
         "trains on, and its seconds count. Values are pooled over the verify steps of all seeds. Intervals are 95 % "
         "bootstrap intervals over prompts and seeds, both drawn with replacement; of one seed, over prompts alone, so "
         "they are too narrow. Ratios are paired: both heads have the same prompts and seeds in every draw. *Edge*: the "
-        "best rate was the lowest or highest that was tried, so a better one may lie beyond.",
+        "best rate was the lowest or highest that was tried, so a better one may lie beyond. The rate is the matrices' "
+        "(Muon's, or of *published* AdamW's). A command with `--show` puts rows of several days together; without it, "
+        "it trains them.",
         command="python benchmarks/few_tokens.py RUN",
     ),
     Section(
@@ -203,7 +212,9 @@ SECTIONS = (
         "training-recipes-step-*.json",
         tables.training_step,
         text="Medians where a step was measured several times. The published recipe is written anew here, with dense "
-        "attention; SpecForge's own code runs other kernels on a GPU.",
+        "attention; SpecForge's own code runs other kernels on a GPU. *ids in it*: a step here has several rollouts. "
+        "The heads of few tokens above, *batch_4* apart, have one in a step. There Muon costs as much for a "
+        "few ids, and *all_tokens* takes longer than *published*, as the minutes above say.",
     ),
     Section(
         "Memory of the draft loss",

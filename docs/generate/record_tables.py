@@ -451,7 +451,7 @@ def few_tokens(record: Record) -> str:
         "rate, warm-up (of tries)",
         "seeds",
         "accept_length",
-        "over the published one",
+        "its ratio to published",
     )
     distinct = {
         (row["source"], row["asked_tokens"], row["variant"]): row["unique_tokens"]
@@ -459,11 +459,11 @@ def few_tokens(record: Record) -> str:
         if row["seed"] is not None
     }
     tested = table(
-        (*header, "forecast", "over the published one", "minutes, the start's among them"),
+        (*header, "forecast", "its ratio to published", "minutes", "of them the start's"),
         (
             (
                 row["source"],
-                f"{row['asked_tokens']} ({distinct[row['source'], row['asked_tokens'], row['variant']]})",
+                f"{row['asked_tokens']:,} ({distinct[row['source'], row['asked_tokens'], row['variant']]:,})",
                 row["variant"],
                 f"{row['learning_rate']:g}, {row['warmup_ratio']:g} "
                 f"({row['tries']}{', edge' if row['at_edge'] else ''})",
@@ -472,7 +472,8 @@ def few_tokens(record: Record) -> str:
                 _over(row, "accept_length"),
                 with_interval(row["forecast"], row["forecast_interval"], row["prompts"]),
                 _over(row, "forecast"),
-                f"{decimal(row['seconds'] / 60, 1)}, {decimal(row['start_seconds'] / 60, 1)}",
+                decimal(row["seconds"] / 60, 1),
+                decimal(row["start_seconds"] / 60, 1),
             )
             for row in record["rows"]
             if row["seed"] is None
@@ -498,7 +499,7 @@ def _tries(record: Record) -> str:
             for row in first
         )
         settings = " ".join(record["settings"]["variants"].get(variant, ()))
-        lines.append((source, str(tokens), variant, f"`{settings}`" if settings else NONE, "; ".join(told)))
+        lines.append((source, f"{tokens:,}", variant, f"`{settings}`" if settings else NONE, "; ".join(told)))
     return table(("source", "tokens", "recipe", "settings", "rate, warm-up: forecast on the validation half"), lines)
 
 
@@ -525,7 +526,7 @@ def training_rivals(record: Record) -> str:
         (
             (
                 f"{row['rival']} {row['version']}",
-                str(row["tokens"]),
+                f"{row['tokens']:,}",
                 f"{row['learning_rate']:g} ({_tried(row['learning_rate'], tries[row['rival']])})",
                 with_interval(row["accept_length"], row["interval"], row["prompts"]),
                 str(row["verify_steps"]),
