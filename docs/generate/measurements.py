@@ -99,6 +99,8 @@ SECTIONS = (
         DEMO,
         tables.acceptance,
         lambda record: _greedy(record) and _longer(record),
+        text="The head is trained by the settings of *batch_4* among the heads of few tokens, with one step more "
+        "of the unroll.",
     ),
     Section(
         "Sampled answers",
@@ -120,8 +122,9 @@ SECTIONS = (
         "wherever our own products multiply it, as users get it; vLLM holds it in bfloat16, llama.cpp in its file's "
         "type. `ours-eagle3-adaptive` drafts by lookup, too, as `toolkit serve` does. The lengths of all other drafts "
         "were set, and tuned for no engine. No prefix cache is used, neither in vLLM nor here. `ours-null` is plain "
-        "decoding beside a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, all intervals of "
-        "its batch are widened by as much. Prompts are answered one at a time unless the row names a larger batch. "
+        "decoding beside a head that is never asked: it has to come out at 1x, and where its interval lies beside 1x, "
+        "all intervals of its batch are widened by as much. Prompts are answered one at a time unless the row names a "
+        "larger batch. "
         "Ratios count all seconds, those of reading the prompt among them. A rival that drafts is compared with its "
         "own plain row. Answers are compared with those of our plain row of the same weights; the record "
         "names it. Rows of one group of prompts are left out.",
@@ -149,8 +152,10 @@ SECTIONS = (
         "Does the accept_length that training forecasts agree with the engine's?",
         "training-forecast-*.json",
         tables.forecast,
-        text="*Same answers*: of what the engine wrote; over the same texts they are equal. *All held-out*: of whole "
-        "answers, and of more of them.",
+        text="*Same answers*: of what the engine wrote, which answers a few prompts. Over the same texts both are "
+        "equal if both hold the head in one type. On a CPU the engine holds a bfloat16 head in int8, so the last digit "
+        "may differ. *Same prompts*: over the rollouts' answers to them. *All held-out*: of whole answers, to more "
+        "prompts, of a chain as deep as the unroll.",
     ),
     Section(
         "Answers of the target or of a file",

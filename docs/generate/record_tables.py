@@ -112,15 +112,17 @@ def threads(record: Record) -> str:
 
 def forecast(record: Record) -> str:
     """Forecasts of a chain beside the engine's value, by step of the training."""
-    header = ("step", "draft", "the engine's accept_length", "verify steps", "forecast, same answers", "all held-out")
+    header = ("step", "draft", "the engine's accept_length", "verify steps")
+    header += ("forecast, same answers", "same prompts", "all held-out")
     lines = []
     for row in record["rows"]:
         for real in row["real"]:
             if real["forecast_on_rollouts"] is not None:
                 engines = with_interval(real["accept_length"], real["interval"], LEAST_GROUPS)
                 whole = with_interval(row["forecast_all_held_out"], row["forecast_interval"], LEAST_GROUPS)
-                steps, same = str(real["verify_steps"]), decimal(real["forecast_on_answers"])
-                lines.append((str(row["step"]), real["name"], engines, steps, same, whole))
+                steps, replays = str(real["verify_steps"]), ("forecast_on_answers", "forecast_on_rollouts")
+                same = (decimal(real[name]) for name in replays)
+                lines.append((str(row["step"]), real["name"], engines, steps, *same, whole))
     return table(header, lines)
 
 

@@ -190,8 +190,8 @@ def test_heads_of_few_tokens_are_shown_over_all_seeds(generator) -> None:
     assert screened == (
         "| talk | 50,000 | ours | `train.a=b` | 0.01, 0.1: 1.400; 0.02, 0.1: 1.450; 0.05, 0.1: diverged |"
     ), "what lost stands there too"
-    assert (
-        "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5 | 0.5 |" in line
+    assert line.endswith(
+        "| 0.02, 0.1 (5, edge) | 3 | 1.50 [1.40, 1.60] | 1.20 [1.10, 1.30] | 1.45 [1.30, 1.70] | - | 1.5 | 0.5 |"
     )
 
 
