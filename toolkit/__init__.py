@@ -27,8 +27,8 @@ accept_length   tokens committed per verify step, the target's own bonus token i
 accept_rate[i]  share of the verify steps that reached depth i and accepted it (conditional); the share of all verify
                 steps is called unconditional
 forecast        accept_length computed during training from held-out rollouts, without running the engine: over the
-                same texts equal to the engine's with the same head (not its int8 copy), over whole answers within
-                4 % of it where both were measured
+                same texts equal to the engine's (in bfloat16 but for rounding), over whole answers within 4 % of it
+                where both were measured
 rollout         an answer written by the target itself (on-policy), with its provenance: target, temperature, seed,
                 draft used
 """

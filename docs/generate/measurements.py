@@ -94,6 +94,14 @@ FIRST_COMMAND = Section(
 SECTIONS = (
     FIRST_COMMAND,
     Section(
+        "The demo with other settings",
+        "Do the settings that win at few tokens make a better head of the demo's rollouts?",
+        "acceptance-demo-*.json",
+        tables.acceptance,
+        text="Rollouts, token map and prompts are those of the demo's latest record above. The head is trained by the "
+        "settings of *all_tokens* among the heads of few tokens, for half as many epochs.",
+    ),
+    Section(
         "The longer recipe",
         "What does a longer training of the same target get on benchmarks' prompts, greedy?",
         DEMO,
@@ -153,8 +161,8 @@ SECTIONS = (
         "training-forecast-*.json",
         tables.forecast,
         text="*Same answers*: of what the engine wrote, which answers a few prompts. Over the same texts both are "
-        "equal if both hold the head in one type. On a CPU the engine holds a bfloat16 head in int8, so the last digit "
-        "may differ. *Same prompts*: over the rollouts' answers to them. *All held-out*: of whole answers, to more "
+        "equal in float32; in bfloat16 rounding may move a draft, so the last digit may differ. *Same prompts*: "
+        "over the rollouts' answers to them. *All held-out*: of whole answers, to more "
         "prompts, of a chain as deep as the unroll.",
     ),
     Section(
