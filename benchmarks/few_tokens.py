@@ -5,7 +5,7 @@
 
 A source is a run folder, or a rollouts file, whose token map is then built. `published` is training_published.py;
 `ours` is the recipe (by default the demo's) with the settings that follow as a.b=c. --variant "NAME a.b=c ..." adds
-one that changes a few of them.
+one that changes a few of them; one of the names in training_tries.py changes the training itself as well.
 
 The held-out rollouts of a source are cut in two halves. For every variant, source and number of tokens, learning rate
 and warm-up are chosen by the forecast on the validation half: all --rates (or, of Muon, as many --muon-rates) at the

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from draft_loss import peak, restart_peak
 from training_published import PublishedTrainer
+from training_tries import TRIES
 
 from toolkit.bench.replay import summarise_replays
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -141,9 +142,9 @@ def _took(head: Path) -> Path:
 
 def trainer_of(variant: str, recipe: Recipe, train: TrainSettings, run: Path, folder: Path) -> Any:
     """The trainer of a variant with its head, whose start took `start_seconds` and `start_processor_seconds`; every
-    variant but "published" is the product's own trainer. train: in place of the recipe's; folder: an empty one, for
-    what it writes."""
-    base: type[Trainer] = PublishedTrainer if variant == "published" else Trainer
+    variant but "published" and those of `TRIES` is the product's own trainer. train: in place of the recipe's; folder:
+    an empty one, for what it writes."""
+    base: type[Trainer] = {"published": PublishedTrainer, **TRIES}.get(variant, Trainer)
 
     class Timed(base):  # type: ignore[misc, valid-type]
         def _prepare(self) -> Any:

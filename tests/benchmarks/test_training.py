@@ -199,6 +199,42 @@ def test_steps_of_every_variant(script, run_folder, monkeypatch, tmp_path, capsy
     assert "one row" in capsys.readouterr().out
 
 
+def test_tries_change_what_they_say(script, run_folder, tmp_path, alone) -> None:
+    """A try that trained like the product would look like one that gains nothing."""
+    jobs, tries = script("training_jobs"), script("training_tries")
+    recipe = load_recipe(run_folder / "recipe.yaml", ["train.optimizer.muon_learning_rate=0.1"])
+    seen, probabilities = {}, {}
+    for name in ("ours", "ema", "noise", "sharp_teacher", "feature_loss_2", "feature_loss_10"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        (tmp_path / name).mkdir()
+        trainer = jobs.trainer_of(name, recipe, recipe.train, run_folder, tmp_path / name)
+        assert type(trainer).__mro__[1] is tries.TRIES.get(name, jobs.Trainer)
+        trainer.steps = 3
+        seen[name] = []
+        for step in range(3):
+            loss = trainer.optimise(step, [step])["loss"]
+            weight = trainer.model.module.head.midlayer.mlp.up_proj.weight
+            seen[name].append((loss, weight.detach().clone()))
+        states = trainer.target.lm_head.weight[:5].detach()
+        probabilities[name] = trainer.side.teacher(states, None, None).probs(slice(None))
+    plain = [weight for _, weight in seen["ours"]]
+    average = plain[0]
+    for weight in plain:
+        average = average.lerp(weight, 1 - tries.DECAY)
+    torch.testing.assert_close(seen["ema"][-1][1], average)
+    assert not torch.allclose(average, plain[-1], atol=1e-4) and torch.equal(seen["ema"][1][1], plain[1])
+    assert abs(seen["noise"][0][0] - seen["ours"][0][0]) > 1e-5, "another loss of the same head"
+    light, heavy = (seen[f"feature_loss_{weight}"][0][0] - seen["ours"][0][0] for weight in (2, 10))
+    assert light > 1e-3 and heavy == pytest.approx(5 * light, rel=1e-3)
+    hidden = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 9.0)
+    noise = tries.with_noise(hidden, torch.Generator().manual_seed(0)) - hidden
+    share = noise.abs() / hidden.square().mean(0).sqrt()
+    assert 0.08 < share.max() <= 0.1 + 1e-6 and share.max(0).values.min() > 0.08, "of every channel's own size"
+    sharp, usual = probabilities["sharp_teacher"], probabilities["ours"]
+    torch.testing.assert_close(sharp, (usual.log() / tries.TEMPERATURE).softmax(-1))
+    assert (sharp.max(-1).values > usual.max(-1).values).all()
+
+
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 def test_a_killed_command_leaves_no_process_behind() -> None:

@@ -96,7 +96,7 @@ class TrainedHead(nn.Module):
         loss, losses, best = self.score(states, task)
         losses = self.token_weight * losses * kept
         if self.feature_weight:
-            distances = self.feature_weight * _distances(states, teacher.states[rows])
+            distances = self.feature_weight * _distances(self.head.normed(states), teacher.states[rows])
             loss = loss + (factor * distances).sum()
             losses = losses + distances.detach()
         odds = None if block is None else block.confident(states)
