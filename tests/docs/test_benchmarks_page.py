@@ -60,8 +60,8 @@ def test_figures_of_the_tables_come_from_records(generator, results, name) -> No
 
 
 def _figures(page: str, name: str) -> list[str]:
-    """The decimals in the table of a record; those of versions and of what a row is called are none."""
-    table = page.split(f"`benchmarks/results/{name}`")[1].split("\n\n")[1]
+    """The decimals in the table of a record; those of versions, settings (code) and what a row is called are none."""
+    table = re.sub(r"`[^`]*`", "", page.split(f"`benchmarks/results/{name}`")[1].split("\n\n")[1])
     cells = [cell for line in table.splitlines()[2:] for cell in line.split(" | ")]
     return [found for cell in cells for found in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\.\d)", cell)]
 
