@@ -1,6 +1,7 @@
 """Changes of a training that are no settings of a recipe: `few_tokens.py` tries them in the variants of these names.
 
-One that pays becomes a setting of the product; the others stay here, so that their rows can be made again.
+One that pays becomes a setting of the product; the others stay here, so that their rows can be made again. A row is
+known by its variant's name: another strength needs another name.
 
 Shapes: T tokens, H head hidden size, m teacher rows, D draft vocabulary.
 """
@@ -37,9 +38,10 @@ class AveragingTrainer(Trainer):
 
 
 class NoisyTrainer(Trainer):
-    """Every pass of the head reads its hidden state, the features' or its own, with uniform noise."""
+    """Uniform noise is added to the hidden state that each pass reads; in the first pass that is the output of `fc`."""
 
     def _trained(self, head: Any) -> nn.Module:
+        assert not self.settings.unroll.checkpointing, "a step that is computed again would draw other noise"
         generator = torch.Generator(self.target.device).manual_seed(self.recipe.seed)
 
         def noisy(_head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,11 +75,13 @@ def sharpened(probabilities: Tensor) -> Tensor:
 
 
 class FeatureTrainer(Trainer):
-    """The head also learns the target's next final-normed state, as EAGLE's does (arXiv 2401.15077, section 4.2)."""
+    """The head also learns the target's next final-normed state, as EAGLE's does (arXiv 2401.15077, section 4.2), of
+    rows too whose token the draft vocabulary lacks."""
 
     weight = 10.0  # ten times the token's, as EAGLE weights them
 
     def _trained(self, head: Any) -> nn.Module:
+        assert not self.plan.config.drafts_at_once, "a block drafter's states are normed before"
         module = super()._trained(head)
         module.feature_weight = self.weight
         return module

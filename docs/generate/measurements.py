@@ -190,7 +190,9 @@ SECTIONS = (
         "unroll, which has as many steps for all. *published*: random weights, a trained output matrix, AdamW, "
         "answers alone. All others, unless a row's settings say otherwise: weights from the target, its output matrix "
         "frozen, Muon; they learn from prompts and system texts too, whose labels cost no answer. The table of tries "
-        "has the further settings of a row; a record without another table is a screening of many. Tokens are those "
+        "has the further settings of a row. A record with that table alone is a screening: what the start and the "
+        "prompts add at the least tokens stands there (*random_start*, *answers*). Muon, the frozen matrix and the "
+        "other differences were not taken apart. Tokens are those "
         "of answers, so heads that learn from prompts see more text and take longer at equally many. "
         "*Distinct*: a training that goes on beyond them repeats its rollouts. "
         "Source *self*: prompts that the target wrote (`toolkit run recipes/smollm2-135m.yaml --until token_map` with "
@@ -206,7 +208,7 @@ SECTIONS = (
         "they are too narrow. Ratios are paired: both heads have the same prompts and seeds in every draw. *Edge*: the "
         "best rate was the lowest or highest that was tried, so a better one may lie beyond. The rate is the matrices' "
         "(Muon's, or of *published* AdamW's). A command with `--show` puts rows of several days together; without it, "
-        "it trains them.",
+        "it trains them, but where the note names other commands.",
         command="python benchmarks/few_tokens.py RUN",
     ),
     Section(

@@ -100,6 +100,23 @@ def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
 
 
+def test_the_distance_of_a_head_with_a_norm_is_of_its_normed_state(tiny_draft):
+    """The target's state is after its final norm; an EAGLE-3 head's is before its own."""
+    torch.manual_seed(6)
+    head = tiny_draft.head
+    aux, embeds, wanted = torch.randn(1, 9, 192), torch.randn(1, 9, 64), torch.randn(3, 64)
+    supervision = plan_supervision(*_nine(), steps=1)
+    size = head.config.draft_vocab_size
+    rows = TeacherRows(wanted, torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool),
+                       lambda states: torch.full((len(states), size), 1 / size))  # fmt: skip
+    given = (aux, embeds, supervision, rows, torch.zeros(3, dtype=torch.long), supervision.counts)
+    plain, heavier = (TrainedHead(head, 0.8, feature_weight=weight)(*given)[0] for weight in (0.0, 5.0))
+    (states,) = unroll(head, aux, embeds, 1)
+    distance = F.smooth_l1_loss(head.norm(states[0, supervision.roots[0]]), wanted)
+    assert float(heavier - plain) == pytest.approx(5 * float(distance), rel=1e-3)
+    assert abs(float(distance) - float(F.smooth_l1_loss(states[0, supervision.roots[0]], wanted))) > 0.01
+
+
 def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
     """A process with no rows of a short last batch must still take part in the backward pass, with zeros."""
     head = TrainedHead(tiny_draft.head, 0.8).requires_grad_(True)

@@ -26,9 +26,9 @@ class TrainedHead(nn.Module):
     """A head with the steps of training-time test. `step_weights` are those of its steps; `loss` names the loss.
 
     output: the output matrix for a head without one of its own. The loss of a row is token_weight times the named loss
-    plus feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
-    of the next position (EAGLE, arXiv 2401.15077, section 4.2). A block drafter has one more loss, which trains its
-    confidence alone: the cross-entropy of whether its argmax is the right token.
+    plus feature_weight times the smooth L1 distance (mean over H) of the head's normed state to the target's last
+    hidden state of the next position (EAGLE, arXiv 2401.15077, section 4.2). A block drafter has one more loss, which
+    trains its confidence alone: the cross-entropy of whether its argmax is the right token.
     """
 
     def __init__(
