@@ -18,7 +18,8 @@ from toolkit.infer.kernels.dispatch import ops_for
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 FORMS = ((0.0, True), (1.0, False), (0.0, False))  # offset and rounded of `reference.rms_norm`: Llama, Gemma, others
 SAMPLES = 64
-_looked_at: dict[type, bool] = {}  # whether the class was changed
+Form = tuple[str, float, bool]  # name of the epsilon, offset, rounded
+_looked_at: dict[type, Form | None] = {}  # None: the class was not changed
 
 
 def fuse_norms(body: nn.Module, device: torch.device) -> None:
@@ -31,18 +32,22 @@ def fuse_norms(body: nn.Module, device: torch.device) -> None:
     for module in body.modules():
         kind = type(module)
         if kind not in _looked_at and kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
-            form = _form_of(module)
-            _looked_at[kind] = form is not None
+            form = _looked_at[kind] = _form_of(module)
             if form is not None:
                 setattr(kind, "forward", _fused(kind.forward, *form))  # noqa: B010 (mypy refuses the assignment)
 
 
 def is_fused(norm: nn.Module) -> bool:
     """Whether this norm runs by the device's kernel, which computes each row by itself."""
-    return _looked_at.get(type(norm), False) and norm._parameters.get("weight") is not None
+    return fused_form(norm) is not None
 
 
-def _form_of(module: nn.Module) -> tuple[str, float, bool] | None:
+def fused_form(norm: nn.Module) -> Form | None:
+    """The form of a norm that runs by the device's kernel; None for others."""
+    return None if norm._parameters.get("weight") is None else _looked_at.get(type(norm))
+
+
+def _form_of(module: nn.Module) -> Form | None:
     """Return the name of the norm's epsilon, and the form that it computes; None if it computes something else."""
     eps = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
     own = dict(module.named_parameters())

@@ -28,10 +28,15 @@ class _PagedRows:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
         """Write k [B, Hkv, N, D] and v [B, Hkv, N, Dv] to the layer's pages; return the pages."""
+        pages, *begin = self.places(layer)
+        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), *begin)
+        return pages
+
+    def places(self, layer: int) -> tuple[Pages, Tensor, int]:
+        """The layer's pages, and `starts` and `first`."""
         cache = self._cache
         pages = Pages(cache.keys[layer], cache.values[layer], self._table, cache.pool.page_size, self._span)
-        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), *self._at)
-        return pages
+        return pages, *self._at
 
 
 class _PagedMetadata:
@@ -84,7 +89,14 @@ class PagedTreeMetadata(_PagedMetadata):
         self._lengths, self._node_mask, self._depths = lengths, node_mask, depths
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        pages = self._rows.write(layer, k, v)
+        return self.attend_written(q, self._rows.write(layer, k, v), scoring)
+
+    def places(self, layer: int) -> tuple[Pages, Tensor, int]:
+        """Where the new nodes of a layer are written: pages, and `starts` and `first` of the op `write_kv`."""
+        return self._rows.places(layer)
+
+    def attend_written(self, q: Tensor, pages: Pages, scoring: Scoring) -> Tensor:
+        """q [B, Hq, N, D] -> [B, N, Hq, Dv]; the keys and values of the new nodes are in the pages already."""
         return self._attend_tree(q, pages, self._lengths, self._node_mask, self._depths, scoring)
 
 

@@ -41,12 +41,14 @@ class AttentionProbe:
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
         self.seen: list[tuple[int, tuple[int, int, int], torch.dtype]] = []  # layer, (Hkv, D, Dv), dtype
+        self.scorings: dict[int, Scoring] = {}  # by layer
 
-    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-        """Record a layer with q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], sinks [Hq].
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
+        """Record a layer with q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv].
 
         Raises UnsupportedTargetError for other shapes.
         """
+        sinks = scoring.sinks
         fits = q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3] and q.shape[1] % k.shape[1] == 0
         if not fits or (sinks is not None and sinks.shape != (q.shape[1],)):
             sunk = "" if sinks is None else f" and sinks {tuple(sinks.shape)}"
@@ -56,6 +58,7 @@ class AttentionProbe:
                 "heads a multiple of key heads, and one sink a query head"
             )
         self.seen.append((layer, (k.shape[1], k.shape[3], v.shape[3]), k.dtype))
+        self.scorings[layer] = scoring
 
     def kv_shape(self, name: str, layers: Sequence[int], device: torch.device) -> KVShape:
         """Return the KV shape of a target whose attention layers have the numbers `layers`.
@@ -90,7 +93,7 @@ def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call:
             "not implement; use a target without it, or Hugging Face's generate"
         )
     _check_mask(module, call.mask, scoring.window, metadata.max_context)
-    metadata.see(module.layer_idx, q, k, v, scoring.sinks)
+    metadata.see(module.layer_idx, q, k, v, scoring)
     return attend_causal(q, k, v, scaling=scoring.scaling)
 
 

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from toolkit.errors import TargetError
 from toolkit.infer.attention.batch_invariant import depends_on_threads, make_batch_invariant
+from toolkit.infer.attention.fused_layer import FusedLayers
 from toolkit.infer.attention.fused_norms import fuse_norms
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.linear_layers import keeping, linear_layers, step_by_node
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
-from toolkit.infer.cache.kv_cache import KVCache, KVShape
+from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates, RowStates, StateProbe, StateShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import Scoring
@@ -78,7 +79,9 @@ class TargetForward:
             fuse_norms(target.body, target.device)
             if deterministic:
                 make_batch_invariant(target, self.max_context)
-            self.kv_shape = self._probe_layers()
+            probe = self._probe_layers()
+            self.kv_shape = probe.kv_shape(type(target.model).__name__, list(self._cache_layers), target.device)
+            self._fused = FusedLayers(target, {} if deterministic else probe.scorings, self._cache_layers)
             self.compare_logits()
             if deterministic:
                 self._compare_bits()
@@ -102,7 +105,7 @@ class TargetForward:
     def _run_body(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, states: RowStates | None
     ) -> Tensor:
-        with self.own_attention(ATTENTION):
+        with self.own_attention(ATTENTION), self._fused.running():
             if states is None:
                 return self.states(input_ids, positions, attention_metadata=metadata)
             with keeping(states):
@@ -126,7 +129,7 @@ class TargetForward:
             for config, setting in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = setting
 
-    def _probe_layers(self) -> KVShape:
+    def _probe_layers(self) -> AttentionProbe:
         probe = AttentionProbe(self.max_context)
         device = self.target.device
         at = torch.arange(2, device=device)[None]
@@ -135,7 +138,7 @@ class TargetForward:
             more = {self._state_keyword: linear} if self.linear_layers else {}
             self.states(torch.zeros_like(at), at, attention_metadata=probe, **more)
         self.state_shapes = linear.shapes
-        return probe.kv_shape(type(self.target.model).__name__, list(self._cache_layers), device)
+        return probe
 
     @property
     def fixes_threads(self) -> bool:

@@ -47,6 +47,9 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float, float, bool], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated: Callable[[Tensor, Tensor], Tensor]
+    rotate_joined: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    gated_linear: Callable[[Tensor, Tensor], Tensor]
     least_kept: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
     draw: Callable[[Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
@@ -101,6 +104,9 @@ REFERENCE = Ops(
     rms_norm=reference.rms_norm,
     rotate=layer_ops.rotate,
     gated=layer_ops.gated,
+    rotate_joined=paged_reference.rotate_joined,
+    linear=reference.linear,
+    gated_linear=reference.gated_linear,
     least_kept=sampling_reference.least_kept,
     draw=sampling_reference.draw,
     uniform=sampling_reference.uniform,
@@ -140,6 +146,9 @@ def triton_ops() -> Ops:
         rms_norm=small.rms_norm,
         rotate=small.rotate,
         gated=small.gated,
+        rotate_joined=small.rotate_joined,
+        linear=small.linear,
+        gated_linear=small.gated_linear,
         least_kept=sampling.least_kept,
         draw=sampling.draw,
         uniform=sampling.uniform,

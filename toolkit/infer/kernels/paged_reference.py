@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels.reference import additive_mask, attend
+from toolkit.heads.layer_ops import rotate
+from toolkit.infer.kernels.reference import additive_mask, attend, rms_norm
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,36 @@ def write_kv(pages: Pages, keys: Tensor, values: Tensor, starts: Tensor, first: 
     places = places_in(pages.table, starts[:, None] + new, pages.page_size)
     write_entries(pages.keys, keys, places)
     write_entries(pages.values, values, places)
+
+
+def rotate_joined(
+    joined: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor, float] | None,
+    pages: Pages | None,
+    starts: Tensor | None,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """joined [B, N, (Hq + 2 Hkv) * D]: queries, keys and values of one product; cos and sin [B, N, D] -> queries
+    [B, N, Hq, D], rotated, with the keys and values.
+
+    heads: Hq, Hkv. norms: weights [D] of RMSNorms of each query and key before the rotation, and their epsilon (Qwen3).
+    Without pages the keys and values are new tensors [B, N, Hkv, D]; else they are written as `write_kv` does, and
+    those of `pages` are returned.
+    """
+    rows, new, _ = joined.shape
+    q_heads, kv_heads = heads
+    q, k, v = joined.view(rows, new, q_heads + 2 * kv_heads, -1).split((q_heads, kv_heads, kv_heads), dim=2)
+    if norms is not None:
+        q, k = (rms_norm(x, weight, norms[2], 0.0, True) for x, weight in zip((q, k), norms, strict=False))
+    q, k = rotate(q, k, cos[:, :, None], sin[:, :, None])
+    if pages is None:
+        return q, k, v
+    assert starts is not None
+    write_kv(pages, k, v, starts, first)
+    return q, pages.keys, pages.values
 
 
 def compact(

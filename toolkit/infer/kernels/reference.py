@@ -45,6 +45,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounded: bool
     return (numbers * (offset + weight.float())).to(x.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N], residual [..., N] -> x @ weight^T + bias + residual, [..., N]."""
+    product = F.linear(x, weight, bias)
+    return product if residual is None else residual + product
+
+
+def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """x [..., K], gate_up [2 I, K], the gate's rows first -> silu(gate) * up of SwiGLU (arXiv 2002.05202), [..., I]."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """allowed [B, N, S] bool -> [B, 1, G*N, S]: 0 where allowed, -inf elsewhere. Every query needs an allowed key."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))

@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toolkit.infer.kernels.triton.launch import wait_for_earlier
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # Of fp32: each factor is the sum of two tf32 numbers, which tensor cores multiply with the error of fp32. "ieee" would
 # multiply on the other cores, with so many registers that tens of KB of them are spilled.
@@ -103,7 +105,8 @@ def _leave(
         place = (group.to(tl.int64) * (queries * groups) + folded) * part_count + part
         begin = parts + place * value_width
         weight = tl.where(seen, total, 1.0)
-        tl.store(begin[:, None] + value_dim[None, :], acc / weight[:, None], mask=stored)
+        # A part without an allowed key is not read.
+        tl.store(begin[:, None] + value_dim[None, :], acc / weight[:, None], mask=stored & seen[:, None])
         tl.store(part_lse + place, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
 
 
@@ -112,8 +115,9 @@ def causal_parts(
     q, keys, values, table, starts, sinks, parts, part_lse, q_row, q_head, q_new, queries, kv_heads, pages, part_count,
     scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr, width: tl.constexpr,
     value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-    whole: tl.constexpr, upcast: tl.constexpr,
+    whole: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(pdl)
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     loaded, number, real = _load_queries(
@@ -152,8 +156,9 @@ def tree_parts(
     q, keys, values, table, lengths, mask, depths, parts, part_lse, q_row, q_head, q_new, mask_row, mask_new, depth_row,
     queries, nodes, kv_heads, pages, part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr,
     width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
-    block: tl.constexpr, upcast: tl.constexpr,
+    block: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(pdl)
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     loaded, number, real = _load_queries(
@@ -206,9 +211,10 @@ def tree_parts(
 @triton.jit(do_not_specialize=["queries", "part_count"])
 def merge_parts(
     parts, part_lse, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr, value_width: tl.constexpr,
-    value_wide: tl.constexpr, parts_wide: tl.constexpr,
+    value_wide: tl.constexpr, parts_wide: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts [S, Dv] of one query of one head, weighted by their log-sum-exps."""
+    wait_for_earlier(pdl)
     number = tl.program_id(0)
     group, folded = number // (queries * groups), number % (queries * groups)
     head = (group % kv_heads) * groups + folded % groups
@@ -225,7 +231,7 @@ def merge_parts(
         total += tl.exp2(sink - best)
     numbers = tl.load(
         parts + (begin + part)[:, None] * value_width + value_dim[None, :],
-        mask=(part < part_count)[:, None] & (value_dim < value_width)[None, :], other=0.0,
+        mask=(lse > float("-inf"))[:, None] & (value_dim < value_width)[None, :], other=0.0,
     )  # fmt: skip
     merged = tl.sum(numbers * weights[:, None], axis=0) / total
     row = (group // kv_heads).to(tl.int64) * queries + folded // groups

@@ -17,7 +17,7 @@ WRITTEN = 1024  # elements of a position's keys, and of its values, that one pro
 
 
 @triton.jit
-def _place(table, position, page_size: tl.constexpr):
+def place_of(table, position, page_size: tl.constexpr):
     """The entry of a position (int64) of the row whose page table is at `table`."""
     return tl.load(table + position // page_size).to(tl.int64) * page_size + position % page_size
 
@@ -38,7 +38,7 @@ def _write_new(
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     row, position = number // new, number % new
-    place = _place(table + row * table_row, tl.load(starts + row) + first + position, page_size)
+    place = place_of(table + row * table_row, tl.load(starts + row) + first + position, page_size)
     at = tl.program_id(1) * block + tl.arange(0, block)
     _copy(key_store, place, keys + row * k_row + position * k_new, k_head, k_one, at, heads, key_width)
     _copy(value_store, place, values + row * v_row + position * v_new, v_head, v_one, at, heads, value_width)
@@ -74,7 +74,7 @@ def _move_path(
     length = tl.load(lengths + row * length_stride)
     for step in range(1, tl.load(accepted + row * accepted_stride).to(tl.int32) + 1):
         node = tl.load(path + row * path_row + step)
-        source, place = _place(table, length + node, page_size), _place(table, length + step, page_size)
+        source, place = place_of(table, length + node, page_size), place_of(table, length + step, page_size)
         _copy(keys, place, keys + source * key_size, key_size, 1, at, 1, key_size)
         _copy(values, place, values + source * value_size, value_size, 1, at, 1, value_size)
 

@@ -6,9 +6,15 @@ Shapes: T tokens, hd head dim, I intermediate size, H hidden size.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from toolkit.infer.kernels import reference
+from toolkit.infer.kernels.paged_reference import Pages
+from toolkit.infer.kernels.triton.entries import place_of
+from toolkit.infer.kernels.triton.launch import dependent, wait_for_earlier
 
 BLOCK = 1024  # elements of a program
 
@@ -53,24 +59,32 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return turned_q, turned_k
 
 
-@triton.jit(do_not_specialize=["count"])
-def _gate(gate, up, product, count, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    x = tl.load(gate + at, mask=at < count, other=0.0).to(tl.float32)
-    y = tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(product + at, (x / (1.0 + tl.exp(-x)) * y).to(product.dtype.element_ty), mask=at < count)
+@triton.jit
+def _gate(gate, up, product, gate_row, up_row, width, block: tl.constexpr, pdl: tl.constexpr):
+    wait_for_earlier(pdl)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    x = tl.load(gate + row * gate_row + at, mask=at < width, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_row + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(product + row * width + at, (x / (1.0 + tl.exp(-x)) * y).to(product.dtype.element_ty), mask=at < width)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """The product of SwiGLU: silu(gate) * up, [T, I] each."""
-    gate, up = gate.contiguous(), up.contiguous()
-    product = torch.empty_like(gate)
-    _gate[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, product, gate.numel(), block=BLOCK)
+    rows, width = gate.shape
+    assert gate.stride(1) == up.stride(1) == 1
+    product = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+    _gate[(rows, triton.cdiv(width, BLOCK))](
+        gate, up, product, gate.stride(0), up.stride(0), width, block=BLOCK, **dependent(gate)
+    )
     return product
 
 
 @triton.jit
-def _norm(x, weight, normed, eps, stride, width: tl.constexpr, offset, rounded: tl.constexpr, wide: tl.constexpr):
+def _norm(
+    x, weight, normed, eps, stride, width: tl.constexpr, offset, rounded: tl.constexpr, wide: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier(pdl)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
     numbers = tl.load(x + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
     numbers /= tl.sqrt(tl.sum(numbers * numbers, axis=0) / width + eps)
@@ -91,6 +105,97 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounded: bool
     if len(rows):
         _norm[(len(rows),)](
             rows, weight, normed, eps, rows.stride(0), width=width, offset=offset, rounded=rounded, wide=wide,
-            num_warps=min(16, max(1, wide // 256)),
+            num_warps=min(16, max(1, wide // 256)), **dependent(rows),
         )  # fmt: skip
     return normed
+
+
+@triton.jit
+def _rotated_head(source, norm, eps, target, cos, sin, width: tl.constexpr, wide: tl.constexpr):
+    """Norm (unless `norm` is None), rotate and write one head at `source`; cos and sin of its token."""
+    at = tl.arange(0, wide)
+    inside, half, kind = at < width, width // 2, target.dtype.element_ty
+    turned = (at + half) % width
+    own = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + turned, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(own * own, axis=0) / width + eps)
+        own = (own * scale).to(kind).to(tl.float32) * tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
+        other = (other * scale).to(kind).to(tl.float32) * tl.load(norm + turned, mask=inside, other=0.0).to(tl.float32)
+        own, other = own.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
+    by_cos = own * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+    by_sin = tl.where(at < half, -other, other) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + at, (by_cos + by_sin).to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_row", "first", "new"])
+def _rotate_joined(
+    joined, cos, sin, q_norm, k_norm, eps, queries, keys, values, table, starts, table_row, first, new, joined_row,
+    cos_row, q_heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, wide: tl.constexpr,
+    page_size: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier(pdl)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = token
+    if table is not None:
+        row = token // new
+        place = place_of(table + row * table_row, tl.load(starts + row) + first + token % new, page_size)
+    source = joined + token * joined_row + head * width
+    cos += token * cos_row
+    sin += token * cos_row
+    key_head, value_head = head - q_heads, head - q_heads - kv_heads
+    if head < q_heads:
+        _rotated_head(source, q_norm, eps, queries + (token * q_heads + head) * width, cos, sin, width, wide)
+    elif head < q_heads + kv_heads:
+        _rotated_head(source, k_norm, eps, keys + (place * kv_heads + key_head) * width, cos, sin, width, wide)
+    else:
+        at = tl.arange(0, wide)
+        numbers = tl.load(source + at, mask=at < width)
+        tl.store(values + (place * kv_heads + value_head) * width + at, numbers, mask=at < width)
+
+
+def rotate_joined(
+    joined: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor, float] | None,
+    pages: Pages | None,
+    starts: Tensor | None,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference."""
+    rows, new, size = joined.shape
+    (q_heads, kv_heads), tokens = heads, rows * new
+    width = size // (q_heads + 2 * kv_heads)
+    assert joined.stride(2) == cos.stride(2) == sin.stride(2) == 1 and cos.stride() == sin.stride()
+    assert cos.shape == (rows, new, width) and joined.is_contiguous() and cos.is_contiguous()
+    queries = joined.new_empty(rows, new, q_heads, width)
+    if pages is None:
+        keys, values = (joined.new_empty(rows, new, kv_heads, width) for _ in range(2))
+        table, table_row, page_size = None, 0, 1
+    else:
+        assert pages.keys.is_contiguous() and pages.values.is_contiguous() and pages.table.stride(1) == 1
+        keys, values, table = pages.keys, pages.values, pages.table
+        table_row, page_size = table.stride(0), pages.page_size
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+    _rotate_joined[(tokens, q_heads + 2 * kv_heads)](
+        joined, cos, sin, q_norm, k_norm, eps, queries, keys, values, table, starts, table_row, first, new, size,
+        width, q_heads=q_heads, kv_heads=kv_heads, width=width, wide=triton.next_power_of_2(width),
+        page_size=page_size, num_warps=1, **dependent(joined),
+    )  # fmt: skip
+    return queries, keys, values
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """See the reference."""
+    if residual is None or bias is not None:
+        return reference.linear(x, weight, bias, residual)
+    rows = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())  # the sum is the product's epilogue
+    return rows.view(residual.shape)
+
+
+def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """See the reference."""
+    gate, up = F.linear(x, gate_up).flatten(0, -2).chunk(2, dim=-1)
+    return gated(gate, up).view(*x.shape[:-1], -1)

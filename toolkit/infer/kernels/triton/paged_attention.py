@@ -15,6 +15,7 @@ from triton.runtime import JITFunction
 
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.triton.attention_parts import LOG2E, causal_parts, merge_parts, tree_parts
+from toolkit.infer.kernels.triton.launch import dependent
 
 PART_KEYS = 256  # minimum number of keys per part, if there are enough keys
 MAX_PARTS = 64
@@ -83,7 +84,7 @@ class _Launch:
         self.scale = scoring.scaling * LOG2E.value if scoring.softcap is None else scoring.scaling / scoring.softcap
         self.constants = {
             "page_size": pages.page_size, "groups": self._groups, "width": width, "value_width": value_width,
-            "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST,
+            "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST, **dependent(q),
             "num_warps": 8 if tile == largest else 4,
             "num_stages": min(4, 2 * KEY_BYTES // (block * widest * size)),
         }  # fmt: skip
@@ -109,6 +110,7 @@ class _Launch:
         merge_parts[(self.programs * self.queries * self._groups,)](
             part_out, part_lse, self._scoring.sinks, out, self.queries, self.kv_heads, parts, groups=self._groups,
             value_width=self._value_width, value_wide=self._value_wide, parts_wide=triton.next_power_of_2(parts),
+            **dependent(self.q),
         )  # fmt: skip
 
 

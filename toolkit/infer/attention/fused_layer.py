@@ -1,0 +1,183 @@
+"""One fused decoder layer for Llama and the families that share its layer (Mistral, Qwen2, Qwen3), on a GPU.
+
+    norm | q, k, v in one product | rotation and write to the cache | attention | product + residual
+    norm | gate, up in one product, silu(gate) * up                 |             product + residual
+
+transformers runs some thirty operations for it. A layer is recognised by its parts and by what it computes: a float32
+copy of one layer of each class must give the same numbers fused. Layers of other families run as they are.
+
+Shapes: B rows, N tokens per row, H hidden size, K inputs and O outputs of a product, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.infer.attention.fused_norms import fused_form
+from toolkit.infer.attention.paged_metadata import PagedTreeMetadata
+from toolkit.infer.kernels import reference
+from toolkit.infer.kernels.dispatch import REFERENCE, Ops, ops_for
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.kernels.reference import attend_causal
+from toolkit.targets.target import Target
+
+PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+TRIAL = 5  # tokens of the comparison
+LARGEST_ERROR = 1e-4  # of the layer's contribution in float32
+enabled = True  # benchmarks switch it off
+
+
+class FusedLayer:
+    """The forward of one layer. place: its number in the cache. scoring: of its attention."""
+
+    def __init__(self, layer: nn.Module, place: int, scoring: Scoring, ops: Ops) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._place, self._scoring, self._ops = place, scoring, ops
+        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._out, self._down = attention.o_proj, mlp.down_proj
+        self._qkv, self._qkv_bias = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up, _ = joined(mlp.gate_proj, mlp.up_proj)
+        width = attention.head_dim
+        self._heads = attention.q_proj.out_features // width, attention.k_proj.out_features // width
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self._head_norms = None if q_norm is None else (q_norm.weight, k_norm.weight, eps_of(q_norm))
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *_unused: Any,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_metadata: Any,
+        **_more: Any,
+    ) -> Tensor:
+        """hidden_states [B, N, H] -> [B, N, H]; position_embeddings: cos and sin [B, N, D]."""
+        ops, out, down = self._ops, self._out, self._down
+        before_attention, before_mlp = self._norms
+        x = ops.rms_norm(hidden_states, before_attention.weight, eps_of(before_attention), 0.0, True)
+        qkv = ops.linear(x, self._qkv, self._qkv_bias, None)
+        attended = self._attend(qkv, position_embeddings, attention_metadata).flatten(2)
+        hidden_states = ops.linear(attended, out.weight, out.bias, hidden_states)
+        x = ops.rms_norm(hidden_states, before_mlp.weight, eps_of(before_mlp), 0.0, True)
+        return ops.linear(ops.gated_linear(x, self._gate_up), down.weight, down.bias, hidden_states)
+
+    def _attend(self, qkv: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
+        cos, sin = (one.expand(len(qkv), -1, -1).contiguous() for one in rotation)
+        if isinstance(metadata, PagedTreeMetadata):
+            pages, *begin = metadata.places(self._place)
+            q, _, _ = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, pages, *begin)
+            return metadata.attend_written(q.transpose(1, 2), pages, self._scoring)
+        q, k, v = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, None, None, 0)
+        return metadata.attend(self._place, *(one.transpose(1, 2) for one in (q, k, v)), self._scoring)
+
+
+def joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weights [O, K] one below the other, as one tensor, and the biases. The weights become views of it."""
+    weights = [one.weight for one in linears]
+    whole = _whole_of(weights)
+    if whole is None:
+        whole = torch.cat([one.detach() for one in weights])
+        for weight, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+            weight.data = part
+    biases = [one.bias for one in linears if one.bias is not None]
+    return whole, torch.cat([one.detach() for one in biases]) if biases else None
+
+
+def _whole_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that these weights are adjacent rows of; None if they are not."""
+    first, width = weights[0], weights[0].shape[1]
+    begin = first.storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and weight.is_contiguous()
+        if not same or weight.storage_offset() != begin:
+            return None
+        begin += weight.numel()
+    return first.detach().as_strided((sum(map(len, weights)), width), (width, 1), first.storage_offset())
+
+
+def eps_of(norm: nn.Module) -> float:
+    form = fused_form(norm)
+    assert form is not None, "a norm of a fused layer has a known form"
+    return float(getattr(norm, form[0]))
+
+
+class FusedLayers:
+    """The layers of a target that run fused inside `running`; other users of the model run transformers' own.
+
+    scorings: of the attention layers, by number. places: their numbers in the cache.
+    """
+
+    def __init__(self, target: Target, scorings: Mapping[int, Scoring], places: Mapping[int, int]) -> None:
+        ops, checked = ops_for(target.device.type), dict[type, bool]()
+        self._calls: dict[nn.Module, Callable[..., Tensor]] = {}
+        if not enabled or ops.rms_norm is reference.rms_norm:
+            return
+        for number, layer in enumerate(target.layers):
+            scoring = scorings.get(number)
+            if scoring is None or scoring.sinks is not None or not _has_parts(layer):
+                continue
+            if type(layer) not in checked:
+                checked[type(layer)] = _computes_the_same(target, layer, scoring)
+            if checked[type(layer)]:
+                self._calls[layer] = FusedLayer(layer, places[number], scoring, ops)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager: these layers run fused. Module hooks still fire."""
+        for layer, call in self._calls.items():
+            layer.__dict__["forward"] = call
+        try:
+            yield
+        finally:
+            for layer in self._calls:
+                layer.__dict__.pop("forward", None)
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether the layer has Llama's parts, with plain linear layers that nothing hooks into."""
+    if {name for name, _ in layer.named_children()} != PARTS:
+        return False
+    parts = [(layer.self_attn, OF_ATTENTION), (layer.mlp, OF_MLP)]
+    linears = [getattr(owner, name, None) for owner, names in parts for name in names]
+    plain = all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in linears)
+    if not plain or any(one.bias is not None for one in linears[4:6]):
+        return False
+    of_heads = [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
+    forms = [fused_form(norm) for norm in norms]
+    biases = {one.bias is None for one in linears[:3]}
+    return len(biases) == 1 and all(form is not None and form[1:] == (0.0, True) for form in forms)
+
+
+class _Uncached:
+    """Attention metadata of the comparison: causal, without a cache."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return attend_causal(q, k, v, scaling=scoring.scaling)
+
+
+@torch.no_grad()
+def _computes_the_same(target: Target, layer: nn.Module, scoring: Scoring) -> bool:
+    """Compare a float32 copy of the layer with its fused form by what each adds to random numbers."""
+    rotary = getattr(target.body, "rotary_emb", None)
+    if rotary is None:
+        return False
+    device, generator = target.device, torch.Generator().manual_seed(0)
+    x = torch.randn(2, TRIAL, target.hidden_size, generator=generator).to(device)
+    at = torch.arange(TRIAL, device=device).expand(2, -1)
+    rotation = rotary(x, at)
+    if not isinstance(rotation, tuple) or len(rotation) != 2:
+        return False
+    exact = copy.deepcopy(layer).float()
+    metadata: dict[str, Any] = {"position_embeddings": rotation, "attention_metadata": _Uncached()}
+    theirs = exact(x, attention_mask=None, position_ids=at, **metadata)
+    if not isinstance(theirs, Tensor):
+        return False
+    ours = FusedLayer(exact, 0, scoring, REFERENCE)(x, **metadata)
+    return ((ours - theirs).norm() <= LARGEST_ERROR * (theirs - x).norm()).item()
