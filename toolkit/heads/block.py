@@ -31,6 +31,7 @@ from toolkit.heads.aux_config import AuxHeadConfig
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import HeadError
+from toolkit.heads.layer_ops import RMSNorm
 from toolkit.heads.rope import Rope
 
 # Keys [T, kv_heads, hd], rotated, and values of the context in one layer. Called once per layer, in order.
@@ -165,9 +166,9 @@ class BlockHead(BlockDraftHead):
         self.query = nn.Linear(width, width, bias=False)
         self.mask = nn.Embedding(config.block_size - 1, width)
         self.layers = nn.ModuleList(DecoderLayer(config, attention_bias=False) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(width, eps=config.rms_norm_eps)
         self.lm_head = OutputMatrix(width, config.draft_vocab_size, bias=False)
-        self.markov_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.markov_norm = RMSNorm(width, eps=config.rms_norm_eps)
         self.markov_in = nn.Linear(width, rank, bias=False)
         self.markov_out = nn.Linear(rank, width, bias=False)
         self.confidence = nn.Linear(width, 1)

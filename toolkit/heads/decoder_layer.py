@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.layer_ops import layer_ops
+from toolkit.heads.layer_ops import RMSNorm, layer_ops
 
 # q [T, heads, hd], k and v [T, kv_heads, hd], q and k rotated -> [T, heads, hd]. The attention applies the scale
 # 1/sqrt(hd). Values may be narrower than keys; so is then the result. Called once per attention layer of a pass, in
@@ -47,8 +47,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
         self.qk_norm = qk_norm
         if qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -95,10 +95,10 @@ class DecoderLayer(AttendingLayer):
     ) -> None:
         super().__init__()
         if input_norm:
-            self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_norm = input_norm
         self.self_attn = Attention(config, config.hidden_size, attention_bias, qk_norm=qk_norm)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:

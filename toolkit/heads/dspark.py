@@ -31,6 +31,7 @@ from toolkit.heads.block import BlockDraftConfig, BlockDraftHead, Write
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.draft_head import OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadError
+from toolkit.heads.layer_ops import RMSNorm
 from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -133,11 +134,11 @@ class DSparkHead(BlockDraftHead):
         self.config = config
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(config.feature_size, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(
             DecoderLayer(config, attention_bias=False, qk_norm=True) for _ in range(config.num_hidden_layers)
         )
-        self.norm = nn.RMSNorm(width, eps=eps)
+        self.norm = RMSNorm(width, eps=eps)
         if config.own_output:
             self.lm_head = OutputMatrix(width, config.draft_vocab_size, bias=False)
         self.markov_head = MarkovHead(config) if config.markov_rank else None

@@ -23,6 +23,7 @@ from toolkit.heads.aux_config import AuxHeadConfig
 from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, WarmStart
 from toolkit.heads.head_config import EngineNames
+from toolkit.heads.layer_ops import RMSNorm
 from toolkit.heads.rope import Rope
 
 
@@ -79,11 +80,11 @@ class DraftLayer(AttendingLayer):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = Attention(config, 2 * config.hidden_size, config.attention_bias, qk_norm=config.qk_norm)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
@@ -109,9 +110,9 @@ class Eagle3Head(DraftHead):
         self.config = config
         layers, width, eps = len(config.aux_layer_ids), config.target_hidden_size, config.rms_norm_eps
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(layers * width, eps=eps)
+            self.input_norm = RMSNorm(layers * width, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(layers))
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=eps) for _ in range(layers))
         self.fc = nn.Linear(layers * width, config.hidden_size, bias=config.fc_bias)
         self.midlayer = DraftLayer(config)
         self.layers = nn.ModuleDict(
@@ -120,7 +121,7 @@ class Eagle3Head(DraftHead):
                 for number in range(1, config.num_hidden_layers)
             }
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 
@@ -28,14 +28,28 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) of x [..., H] by weight [H]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 class LayerOps(NamedTuple):
     """The functions of this module, or kernels that compute the same without gradients."""
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
 
 PLAIN = LayerOps()
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's norm, by the operations that layers use now."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None, "a head states the epsilon of its norms"
+        return layer_ops().rms_norm(x, self.weight, self.eps)
 
 
 class _Current(threading.local):

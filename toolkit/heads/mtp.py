@@ -29,6 +29,7 @@ from toolkit.heads.decoder_layer import Attend, DecoderLayer, KVSizes
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.family_layers import FamilyRope, family_model, kv_sizes, layer_config, run_layer
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
+from toolkit.heads.layer_ops import RMSNorm
 from toolkit.heads.native_families import family_of
 from toolkit.heads.rope import Rope
 from toolkit.log import get_logger
@@ -164,7 +165,7 @@ class MtpHead(DraftHead):
             layers: Iterable[nn.Module] = (
                 DecoderLayer(config, attention_bias=config.attention_bias) for _ in range(config.num_mtp_layers)
             )
-            norm: Callable[..., nn.Module] = nn.RMSNorm
+            norm: Callable[..., nn.Module] = RMSNorm
             self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
         else:
             decoder = family_model(config.layer_config).get_decoder()

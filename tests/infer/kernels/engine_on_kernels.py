@@ -18,7 +18,15 @@ import torch
 from row_products import row_products
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from toolkit.infer.kernels import dispatch as choose
 
@@ -46,20 +54,30 @@ def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def target_and_head() -> tuple[Target, DraftCheckpoint]:
-    """Layers with and without a window of 6, soft caps, grouped heads; few tokens, so the head is right at times."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def target_and_head(family: str) -> tuple[Target, DraftCheckpoint]:
+    """Grouped heads; few tokens, so the head is right at times. gemma2: layers with and without a window of 6, soft
+    caps. qwen3: fused layers, with norms of heads."""
     torch.manual_seed(SEED)
-    config = Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=48, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, max_position_embeddings=128,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config)
+    config: PretrainedConfig
+    if family == "gemma2":
+        config = Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=5.0)
+        model: PreTrainedModel = Gemma2ForCausalLM(config)
+    else:
+        config = Qwen3Config(**SIZES)
+        model = Qwen3ForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     with torch.no_grad():
-        model.get_input_embeddings().weight /= 8  # they are scaled up, and would drown the layers
+        if family == "gemma2":
+            model.get_input_embeddings().weight /= 8  # they are scaled up, and would drown the layers
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
     target = Target(model, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2"), "tiny", None)
     head_config = Eagle3Config.from_target_config(
@@ -100,13 +118,13 @@ def in_order(target: Target, draft: DraftCheckpoint) -> list[Any]:
 
 
 if __name__ == "__main__":
-    target, draft = target_and_head()
+    families = [target_and_head(family) for family in ("gemma2", "qwen3")]
     accepted: list[int] = []
-    wanted = answers(target, draft, accepted)
+    wanted = [answer for pair in families for answer in answers(*pair, accepted)]
     kernels = choose.triton_ops()
     every = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "paged_width"}
     active = replace(kernels, **{name: counted(name, op) for name, op in every.items() if op is not None})
-    got = answers(target, draft, accepted)
+    got = [answer for pair in families for answer in answers(*pair, accepted)]
     with row_products():
-        bits = in_order(target, draft)
+        bits = in_order(*families[0])
     print(json.dumps({"wanted": wanted, "got": got, "ran": ran, "accepted": max(accepted), "in_order": bits}))

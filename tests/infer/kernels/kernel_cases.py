@@ -388,6 +388,44 @@ def gating(tokens: int, width: int, dtype: torch.dtype) -> Callable[..., None]:
     return compare
 
 
+def turning_joined(rows: int, new: int, heads: tuple[int, int], width: int, how: str) -> Callable[..., None]:
+    """how: "paged", "normed" (and paged), or "apart": keys and values in tensors of their own. Rows of different
+    lengths; every page of another row, and the rest of the pages, stays as it was."""
+    q_heads, kv_heads = heads
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        joined, weights = randn(rows, new, (q_heads + 2 * kv_heads) * width), randn(2, width)
+        cos, sin = randn(rows, new, width), randn(rows, new, width)
+        norms = (*weights, 1e-6) if how == "normed" else None
+        starts, found = torch.arange(rows) * 5 + 14, []
+        for ops, where in ((reference, "cpu"), (kernels, device)):
+            table = 1 + torch.arange(rows * 4).view(rows, 4).flip(0)
+            stores = [torch.zeros(16 * (rows * 4 + 1), kv_heads, width, device=where) for _ in range(2)]
+            pages = None if how == "apart" else Pages(*stores, table.to(where), 16, 64)
+            given = (one.to(where) for one in (joined, cos, sin))
+            on_device = None if norms is None else (*(one.to(where) for one in weights), 1e-6)
+            out = ops.rotate_joined(*given, heads, on_device, pages, starts.to(where), 1)
+            found.append([one.cpu() for one in out])
+        for wanted, got in zip(*found, strict=True):
+            close(got, wanted, device == "cpu")
+
+    return compare
+
+
+def multiplied(rows: int, inputs: int, outputs: int, what: str) -> Callable[..., None]:
+    """`linear` with a bias or a residual, and `gated_linear`, which has the gate's rows first."""
+
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        x, weight = randn(rows, 1, inputs), randn(outputs, inputs) / inputs**0.5
+        more = {"bias": (randn(outputs), None), "residual": (None, randn(rows, 1, outputs)), "gated": ()}[what]
+        name = "gated_linear" if what == "gated" else "linear"
+        want = getattr(reference, name)(x, weight, *more)
+        moved = [None if one is None else one.to(device) for one in (x, weight, *more)]
+        close(getattr(kernels, name)(*moved).cpu(), want, device == "cpu")
+
+    return compare
+
+
 def norming(rows: int, width: int, dtype: torch.dtype, offset: float, rounded: bool) -> Callable[..., None]:
     def compare(kernels: Ops, reference: Ops, device: str) -> None:
         x, weight = 2 * randn(rows, 3, width, dtype=dtype), randn(width, dtype=dtype)
@@ -661,6 +699,8 @@ GATES = ((1, 14336, BF16), (5, 100, FP32), (3, 1024, BF16))
 NORMS = (
     (2, 4096, BF16, 0.0, True), (3, 100, FP32, 0.0, True), (2, 128, BF16, 1.0, False), (1, 64, FP32, 0.0, False),
 )  # fmt: skip
+JOINED_TURNS = ((2, 3, (4, 2), 16, "paged"), (1, 2, (3, 1), 24, "normed"), (2, 1, (2, 2), 64, "apart"))
+LINEARS = ((3, 40, 24, "bias"), (3, 40, 24, "residual"), (5, 24, 48, "gated"))
 CUTS = ((40, 1.0), (1500, 0.3), (3000, 3.0))
 DRAWN = ((3, 7), (40, 3000), (5, 1024))
 NUMBERS = ((1, 1), (3, 70), (200, 2))
@@ -686,6 +726,9 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "rotate": [(str(case), turning(*case), case[3] in (128, 24)) for case in TURNS],
     "gated": [(str(case), gating(*case), case[1] == 14336) for case in GATES],
     "rms_norm": [(str(case), norming(*case), case[1] in (4096, 128)) for case in NORMS],
+    "rotate_joined": [(str(case), turning_joined(*case), True) for case in JOINED_TURNS],
+    "linear": [(str(case), multiplied(*case), False) for case in LINEARS if case[3] != "gated"],
+    "gated_linear": [(str(case), multiplied(*case), False) for case in LINEARS if case[3] == "gated"],
     "least_kept": [(str(case), cutting(*case), case[0] == 3000) for case in CUTS],
     "draw": [(str(case), drawing(*case), case[1] == 3000) for case in DRAWN],
     "uniform": [(str(case), numbering(*case), case[0] == 3) for case in NUMBERS],

@@ -37,7 +37,7 @@ enabled = True  # benchmarks switch it off
 class FusedLayer:
     """The forward of one layer. place: its number in the cache. scoring: of its attention."""
 
-    def __init__(self, layer: nn.Module, place: int, scoring: Scoring, ops: Ops) -> None:
+    def __init__(self, layer: Any, place: int, scoring: Scoring, ops: Ops) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._place, self._scoring, self._ops = place, scoring, ops
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -46,8 +46,9 @@ class FusedLayer:
         self._gate_up, _ = joined(mlp.gate_proj, mlp.up_proj)
         width = attention.head_dim
         self._heads = attention.q_proj.out_features // width, attention.k_proj.out_features // width
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._head_norms = None if q_norm is None else (q_norm.weight, k_norm.weight, eps_of(q_norm))
+        self._head_norms = None  # Qwen3 has them
+        if hasattr(attention, "q_norm"):
+            self._head_norms = attention.q_norm.weight, attention.k_norm.weight, eps_of(attention.q_norm)
 
     def __call__(
         self,
@@ -70,8 +71,8 @@ class FusedLayer:
     def _attend(self, qkv: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
         cos, sin = (one.expand(len(qkv), -1, -1).contiguous() for one in rotation)
         if isinstance(metadata, PagedTreeMetadata):
-            pages, *begin = metadata.places(self._place)
-            q, _, _ = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, pages, *begin)
+            pages, starts, first = metadata.places(self._place)
+            q, _, _ = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, pages, starts, first)
             return metadata.attend_written(q.transpose(1, 2), pages, self._scoring)
         q, k, v = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, None, None, 0)
         return metadata.attend(self._place, *(one.transpose(1, 2) for one in (q, k, v)), self._scoring)
@@ -101,7 +102,7 @@ def _whole_of(weights: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(map(len, weights)), width), (width, 1), first.storage_offset())
 
 
-def eps_of(norm: nn.Module) -> float:
+def eps_of(norm: Any) -> float:
     form = fused_form(norm)
     assert form is not None, "a norm of a fused layer has a known form"
     return float(getattr(norm, form[0]))
@@ -144,7 +145,7 @@ def _has_parts(layer: Any) -> bool:
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     parts = [(layer.self_attn, OF_ATTENTION), (layer.mlp, OF_MLP)]
-    linears = [getattr(owner, name, None) for owner, names in parts for name in names]
+    linears: list[Any] = [getattr(owner, name, None) for owner, names in parts for name in names]
     plain = all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in linears)
     if not plain or any(one.bias is not None for one in linears[4:6]):
         return False

@@ -28,15 +28,15 @@ class _PagedRows:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
         """Write k [B, Hkv, N, D] and v [B, Hkv, N, Dv] to the layer's pages; return the pages."""
-        pages, *begin = self.places(layer)
-        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), *begin)
+        pages, starts, first = self.places(layer)
+        self._write_kv(pages, k.transpose(1, 2), v.transpose(1, 2), starts, first)
         return pages
 
     def places(self, layer: int) -> tuple[Pages, Tensor, int]:
         """The layer's pages, and `starts` and `first`."""
-        cache = self._cache
+        cache, (starts, first) = self._cache, self._at
         pages = Pages(cache.keys[layer], cache.values[layer], self._table, cache.pool.page_size, self._span)
-        return pages, *self._at
+        return pages, starts, first
 
 
 class _PagedMetadata:

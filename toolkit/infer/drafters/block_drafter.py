@@ -97,7 +97,7 @@ class BlockReader(HeadReader):
             k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (k, v))
             metadata.write(next(layers), k, v)
 
-        with using(self._ops):
+        with using(self.head.ops):
             self._block.write_context(hidden.flatten(0, 1), positions.flatten(), reach, write)
         return hidden
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.layer_ops import LayerOps, using
+from toolkit.heads.layer_ops import PLAIN, LayerOps, using
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.drafters.dynamic_rows import DynamicRows, rows_agree
-from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels import reference
+from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.upload import upload
 from toolkit.log import get_logger
@@ -76,6 +77,7 @@ class DraftingHead:
         self.dynamic = _dynamic_rows(draft, target, self._of_map)
         fixed = draft.token_map.ids.to(target.device)
         self.to_target = fixed if self.dynamic is None else self.dynamic.to_target
+        self.ops = _layer_ops(ops_for(target.device.type))
         self._embed = target.embed_tokens
         self.module.read_target(self._embed)
         ids = self.config.features.layer_ids(target.n_layers)
@@ -87,15 +89,19 @@ class DraftingHead:
 
     def first_hidden(self, features: Tensor) -> Tensor:
         """Returns the hidden input of stage 0 for the target's features: [..., W] -> [..., H]."""
-        return self.module.first_hidden(features)
+        with using(self.ops):
+            return self.module.first_hidden(features)
 
     def step(self, stage: int, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int) -> Tensor:
         """Runs one stage over [T, H] -> [T, H]. The result is the next step's `hidden` and the input of `logits`."""
-        return self.module(embeds, hidden, positions, attend, reach, stage)
+        with using(self.ops):
+            return self.module(embeds, hidden, positions, attend, reach, stage)
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
-        return self.scores(self.module.normed(self.module.read(stage, hidden)))
+        with using(self.ops):
+            states = self.module.normed(self.module.read(stage, hidden))
+        return self.scores(states)
 
     def scores(self, states: Tensor) -> Tensor:
         """Returns the logits of normed states: [..., H] -> [..., D]."""
@@ -112,6 +118,13 @@ class DraftingHead:
     def remove(self) -> None:
         """Removes the hooks from the target."""
         self._capture.remove()
+
+
+def _layer_ops(ops: Ops) -> LayerOps:
+    """The device's kernels for a head's layers."""
+    if ops.rms_norm is reference.rms_norm:
+        return PLAIN
+    return LayerOps(ops.rotate, ops.gated, lambda x, weight, eps: ops.rms_norm(x, weight, eps, 0.0, False))
 
 
 def _dynamic_rows(draft: DraftCheckpoint, target: Target, of_map: nn.Module) -> DynamicRows | None:
@@ -147,8 +160,6 @@ class HeadReader:
         self.head, self.dtype, self._device = head, shape.dtype, target.device
         self._embed = target.embed_tokens
         self.window = head.config.sliding_window
-        ops = ops_for(target.device.type)
-        self._ops = LayerOps(ops.rotate, ops.gated)
         self._scoring = Scoring(shape.head_dim**-0.5, self.window)
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
@@ -164,8 +175,7 @@ class HeadReader:
             return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        with using(self._ops):
-            out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
     def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:

@@ -91,7 +91,8 @@ def rotate_joined(
     q_heads, kv_heads = heads
     q, k, v = joined.view(rows, new, q_heads + 2 * kv_heads, -1).split((q_heads, kv_heads, kv_heads), dim=2)
     if norms is not None:
-        q, k = (rms_norm(x, weight, norms[2], 0.0, True) for x, weight in zip((q, k), norms, strict=False))
+        q_norm, k_norm, eps = norms
+        q, k = rms_norm(q, q_norm, eps, 0.0, True), rms_norm(k, k_norm, eps, 0.0, True)
     q, k = rotate(q, k, cos[:, :, None], sin[:, :, None])
     if pages is None:
         return q, k, v

@@ -111,21 +111,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, rounded: bool
 
 
 @triton.jit
+def _weighted(numbers, weight, inside):
+    """Normed numbers times their weights, rounded as Llama's norm does; in fp32."""
+    factor = tl.load(weight, mask=inside, other=0.0)
+    numbers = numbers.to(weight.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
+    return numbers.to(weight.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _rotated_head(source, norm, eps, target, cos, sin, width: tl.constexpr, wide: tl.constexpr):
     """Norm (unless `norm` is None), rotate and write one head at `source`; cos and sin of its token."""
     at = tl.arange(0, wide)
-    inside, half, kind = at < width, width // 2, target.dtype.element_ty
+    inside, half = at < width, width // 2
     turned = (at + half) % width
     own = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + turned, mask=inside, other=0.0).to(tl.float32)
     if norm is not None:
         scale = tl.rsqrt(tl.sum(own * own, axis=0) / width + eps)
-        own = (own * scale).to(kind).to(tl.float32) * tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-        other = (other * scale).to(kind).to(tl.float32) * tl.load(norm + turned, mask=inside, other=0.0).to(tl.float32)
-        own, other = own.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
+        own = _weighted(own * scale, norm + at, inside)
+        other = _weighted(other * scale, norm + turned, inside)
     by_cos = own * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
     by_sin = tl.where(at < half, -other, other) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + at, (by_cos + by_sin).to(kind), mask=inside)
+    tl.store(target + at, (by_cos + by_sin).to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_row", "first", "new"])

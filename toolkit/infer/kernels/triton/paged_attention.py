@@ -84,8 +84,8 @@ class _Launch:
         self.scale = scoring.scaling * LOG2E.value if scoring.softcap is None else scoring.scaling / scoring.softcap
         self.constants = {
             "page_size": pages.page_size, "groups": self._groups, "width": width, "value_width": value_width,
-            "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST, **dependent(q),
-            "num_warps": 8 if tile == largest else 4,
+            "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST,
+            **dependent(q), "num_warps": 8 if tile == largest else 4,
             "num_stages": min(4, 2 * KEY_BYTES // (block * widest * size)),
         }  # fmt: skip
 
