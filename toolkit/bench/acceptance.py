@@ -30,7 +30,7 @@ from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.jsonl import DataError
-from toolkit.targets.fixed_linear import is_int8
+from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target
 from toolkit.weights import sha256_file, sha256_json
 
@@ -270,5 +270,5 @@ def describe_draft(draft: Draft) -> dict[str, Any]:
         "draft_vocab_size": draft.token_map.size,
         "aux_layer_ids": None if aux_layer_ids is None else list(aux_layer_ids),
         "dtype": str(next(draft.head.parameters()).dtype).removeprefix("torch."),
-        "quantization": "int8" if is_int8(draft.head) else None,
+        "quantization": quantization_of(draft.head),
     }

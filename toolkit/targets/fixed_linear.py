@@ -82,9 +82,10 @@ class FixedLinear(nn.Module, ABC):
         )
 
 
-def is_int8(model: nn.Module) -> bool:
-    """Whether layers of `model` have int8 weights."""
-    return any(isinstance(module, FixedLinear) and module.quantization == "int8" for module in model.modules())
+def quantization_of(model: nn.Module) -> str | None:
+    """The format of the quantised linear layers of a draft head; None if there are none."""
+    linears = (module for module in model.modules() if isinstance(module, FixedLinear))
+    return next((module.quantization for module in linears if module.quantization is not None), None)
 
 
 def linear_rows(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:

@@ -142,7 +142,7 @@ def test_a_heads_scores_in_a_byte_a_weight(tiny_target, dtype):
 def test_a_head_that_cannot_be_quantised(tiny_target, tiny_draft_directory):
     with pytest.raises(ConfigError, match="`draft_quantization` is int8, but there is no draft head"):
         load_engine(EngineConfig(target="smollm2-135m", draft="ngram", draft_quantization="int8"))
-    with pytest.raises(ConfigError, match="`draft_quantization` is 'int4'; one of auto, none, int8 is needed"):
+    with pytest.raises(ConfigError, match="`draft_quantization` is 'int4'; one of auto, none, int8, fp8 is needed"):
         load_engine(EngineConfig(draft=tiny_draft_directory, draft_quantization="int4"))
     head = build_draft(tiny_target).head.to(torch.float16)
     with pytest.raises(TargetError, match="the head is torch.float16 on cpu"):

@@ -426,6 +426,16 @@ def multiplied(rows: int, inputs: int, outputs: int, what: str) -> Callable[...,
     return compare
 
 
+def scaled(rows: int, inputs: int, outputs: int) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        x, scales = randn(rows, inputs, dtype=BF16), randn(outputs).abs() / inputs**0.5
+        levels = randn(outputs, inputs).to(torch.float8_e4m3fn)
+        want = reference.scaled_product(x.float(), levels, scales)
+        close(kernels.scaled_product(x.to(device), levels.to(device), scales.to(device)).cpu(), want, device == "cpu")
+
+    return compare
+
+
 def norming(rows: int, width: int, dtype: torch.dtype, offset: float, rounded: bool) -> Callable[..., None]:
     def compare(kernels: Ops, reference: Ops, device: str) -> None:
         x, weight = 2 * randn(rows, 3, width, dtype=dtype), randn(width, dtype=dtype)
@@ -729,6 +739,7 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "rotate_joined": [(str(case), turning_joined(*case), True) for case in JOINED_TURNS],
     "linear": [(str(case), multiplied(*case), False) for case in LINEARS if case[3] != "gated"],
     "gated_linear": [(str(case), multiplied(*case), False) for case in LINEARS if case[3] == "gated"],
+    "scaled_product": [(str(case), scaled(*case), case[0] == 3) for case in ((3, 64, 96), (20, 32, 40))],
     "least_kept": [(str(case), cutting(*case), case[0] == 3000) for case in CUTS],
     "draw": [(str(case), drawing(*case), case[1] == 3000) for case in DRAWN],
     "uniform": [(str(case), numbering(*case), case[0] == 3) for case in NUMBERS],

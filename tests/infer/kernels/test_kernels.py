@@ -34,6 +34,7 @@ GROUPS = {
     "rotate_joined": (3, 3),
     "linear": (2, 0),
     "gated_linear": (1, 0),
+    "scaled_product": (2, 1),
     "least_kept": (3, 1),
     "draw": (3, 1),
     "uniform": (3, 1),

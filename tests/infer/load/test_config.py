@@ -83,7 +83,7 @@ def test_what_does_not_go_together_on_a_cpu(options, says):
             "only CUDA graphs are compiled, and `disable_cuda_graph`",
         ),
         ({"draft": "y", "torch_compile": True, "lookup": True}, "only CUDA graphs are compiled, and `lookup` is set"),
-        ({"draft": "y", "draft_quantization": "int8"}, "the device is cuda; int8 heads need a CPU"),
+        ({"draft": "y", "draft_quantization": "int8"}, "the device is cuda; int8 heads need cpu"),
         ({"torch_compile": True, "torch_compile_max_bs": 8, "cuda_graph_max_bs": 4}, "is 8 and rounds of at most 4"),
         ({"torch_compile": True, "torch_compile_max_bs": 17}, "is 17 and rounds of at most 16"),
         ({"disable_cuda_graph": True, "cuda_graph_max_bs": 4}, "are both set; leave one of them out"),

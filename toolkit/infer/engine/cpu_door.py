@@ -23,6 +23,7 @@ from toolkit.infer.cpu.joined_product import merge_equal_products
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.cpu.quantize import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.kernels import float8_linear
 from toolkit.infer.kernels.dispatch import REFERENCE, install
 from toolkit.log import get_logger
 from toolkit.targets import load
@@ -101,12 +102,13 @@ def _auto_dtype(device_type: str, use: Use, quantization: str | None, config: Pr
 
 
 def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "auto") -> None:
-    """Pack the weights of linear layers for CPU decoding, in the order that matmuls of few rows read fastest.
+    """Pack the weights of linear layers for decoding; on a CPU in the order that matmuls of few rows read fastest.
 
     Packed models are for inference only: they cannot be trained, copied, saved or cast. The draft has the target's
-    dtype and device. draft_quantization: "int8" for one byte per weight of a head, "none", or "auto": int8 if the
-    target is quantised or our kernels run the head. Our kernels are as exact with int8 weights as with others, and
-    reading weights dominates a draft step: the demo's head keeps its acceptance and takes four fifths of the time.
+    dtype and device. draft_quantization: "int8" (CPU) or "fp8" (GPU) for one byte per weight of a head, "none", or
+    "auto": fp8 on a GPU that has it, int8 if the target is quantised or our kernels run the head. Our kernels are as
+    exact with such weights as with others, and reading weights dominates a draft step: on a CPU the demo's head keeps
+    its acceptance and takes four fifths of the time.
 
     Raises TargetError for a head that cannot be quantised.
     """
@@ -114,6 +116,10 @@ def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "
     if on_cpu and target.quantization is None:
         pack_linears(target.model, tied=target.embed_tokens.weight)
     if not isinstance(draft, DraftCheckpoint):
+        return
+    if float8_linear.takes(target.device) and draft_quantization != "none":
+        float8_linear.to_float8(draft.head)
+        logger.debug("the weights of the draft head are float8 (draft quantization 'none' keeps its dtype)")
         return
     auto_int8 = target.quantization is not None or _multiplied_by_ours(draft.head)
     if draft_quantization == "int8" or (draft_quantization == "auto" and auto_int8):

@@ -50,6 +50,7 @@ class Ops:
     rotate_joined: Callable[..., tuple[Tensor, Tensor, Tensor]]
     linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     gated_linear: Callable[[Tensor, Tensor], Tensor]
+    scaled_product: Callable[[Tensor, Tensor, Tensor], Tensor]
     least_kept: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
     draw: Callable[[Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
@@ -107,6 +108,7 @@ REFERENCE = Ops(
     rotate_joined=paged_reference.rotate_joined,
     linear=reference.linear,
     gated_linear=reference.gated_linear,
+    scaled_product=reference.scaled_product,
     least_kept=sampling_reference.least_kept,
     draw=sampling_reference.draw,
     uniform=sampling_reference.uniform,
@@ -149,6 +151,7 @@ def triton_ops() -> Ops:
         rotate_joined=small.rotate_joined,
         linear=small.linear,
         gated_linear=small.gated_linear,
+        scaled_product=small.scaled_product,
         least_kept=sampling.least_kept,
         draw=sampling.draw,
         uniform=sampling.uniform,

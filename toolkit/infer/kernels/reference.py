@@ -51,6 +51,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return product if residual is None else residual + product
 
 
+def scaled_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """x [M, K], levels [N, K] in float8, scales [N] fp32 -> x @ (levels * scales)^T, [M, N]."""
+    return F.linear(x, (levels.float() * scales[:, None]).to(x.dtype))
+
+
 def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """x [..., K], gate_up [2 I, K], the gate's rows first -> silu(gate) * up of SwiGLU (arXiv 2002.05202), [..., I]."""
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)

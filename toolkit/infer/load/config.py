@@ -97,10 +97,11 @@ class EngineConfig:
         "one byte (int8) or half a byte (int4) per weight in the target's linear layers (CPU); the answers are those "
         "of the quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
     )
-    draft_quantization: Literal["auto", "none", "int8"] = option(
+    draft_quantization: Literal["auto", "none", "int8", "fp8"] = option(
         "auto",
-        "one byte (int8) per weight in the draft head's linear layers (CPU): shorter draft steps, some other drafts, "
-        "the same answers (default: auto, int8 beside a quantised target, and for bfloat16 heads on a CPU)",
+        "one byte per weight in the draft head's linear layers, int8 on a CPU, fp8 on a GPU: shorter draft steps, some "
+        "other drafts, the same answers (default: auto, fp8 on a GPU of compute capability 8.9 or later, int8 beside a "
+        "quantised target and for bfloat16 heads on a CPU)",
     )
     deterministic: bool = option(
         False,
@@ -166,7 +167,7 @@ class EngineConfig:
         """The options that are given and mean nothing without drafts."""
         names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows", "draft_confidence")
         given = [name for name in names if getattr(self, name)]
-        return [*given, *(["draft_quantization"] if self.draft_quantization == "int8" else [])]
+        return [*given, *(["draft_quantization"] if self.draft_quantization in ("int8", "fp8") else [])]
 
     def why_eager(self, device_type: str) -> str | None:
         """Why no round runs as a CUDA graph with these options; None: rounds do, if the models allow it."""
@@ -259,13 +260,18 @@ class EngineConfig:
         choose_verifier(self.verify, self.draft_shape(), head=head, recorded=recorded)
 
     def _check_draft_quantization(self, device_type: str) -> None:
-        asked = self.draft_quantization == "int8"
-        if asked and str(self.draft) == NGRAM:
-            raise ConfigError("`draft_quantization` is int8, but there is no draft head; give `draft`, or leave it out")
-        if asked and device_type != "cpu":
+        asked = self.draft_quantization
+        needed = {"int8": "cpu", "fp8": "cuda"}.get(asked)
+        if needed is None:
+            return
+        if str(self.draft) == NGRAM:
             raise ConfigError(
-                f"`draft_quantization` is int8 and the device is {device_type}; int8 heads need a CPU: leave it out, "
-                "or set `device` to cpu"
+                f"`draft_quantization` is {asked}, but there is no draft head; give `draft`, or leave it out"
+            )
+        if device_type != needed:
+            raise ConfigError(
+                f"`draft_quantization` is {asked} and the device is {device_type}; {asked} heads need {needed}: leave "
+                f"it out, or set `device` to {needed}"
             )
 
     def _check_compilation(self, device_type: str) -> None:

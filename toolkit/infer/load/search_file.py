@@ -21,7 +21,7 @@ from toolkit.infer.drafters.step_costs import ArmTime
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.log import get_logger
-from toolkit.targets.fixed_linear import is_int8
+from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target
 from toolkit.threads import cpu_flags, cpu_info
 from toolkit.weights import sha256_file
@@ -79,7 +79,7 @@ def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> 
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.quantization,
-        "draft_quantization": "int8" if is_int8(draft.head) else None,
+        "draft_quantization": quantization_of(draft.head),
         "device": torch.cuda.get_device_name(target.device) if on_gpu else cpu_info().get("model name"),
         "cpu_flags": cpu_flags(cpu_info()),
         "torch_threads": torch.get_num_threads(),

@@ -34,6 +34,11 @@ def _supported() -> bool:
     return compiled and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
 
 
+def depends(x: Tensor) -> bool:
+    """Whether kernels on x's device start early."""
+    return enabled and x.is_cuda and _supported()
+
+
 def dependent(x: Tensor) -> dict[str, Any]:
     """Arguments of a launch on x's device: the kernel's `pdl`, and the option that lets it start early."""
-    return {"pdl": True, "launch_pdl": True} if enabled and x.is_cuda and _supported() else {"pdl": False}
+    return {"pdl": True, "launch_pdl": True} if depends(x) else {"pdl": False}

@@ -14,8 +14,10 @@ from torch import Tensor
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.paged_reference import Pages
 from toolkit.infer.kernels.triton.entries import place_of
-from toolkit.infer.kernels.triton.launch import dependent, wait_for_earlier
+from toolkit.infer.kernels.triton.launch import dependent, depends, wait_for_earlier
+from toolkit.infer.kernels.triton.skinny_product import MAX_ROWS, skinny_product
 
+skinny_rows = MAX_ROWS  # rows of a product up to which our own runs; benchmarks set it to 0
 BLOCK = 1024  # elements of a program
 
 
@@ -196,13 +198,34 @@ def rotate_joined(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """See the reference."""
-    if residual is None or bias is not None:
+    if bias is not None and residual is not None:
         return reference.linear(x, weight, bias, residual)
-    rows = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())  # the sum is the product's epilogue
-    return rows.view(residual.shape)
+    rows = x.flatten(0, -2)
+    added = bias.expand(len(rows), -1) if bias is not None else None if residual is None else residual.flatten(0, -2)
+    if _is_skinny(rows, weight):
+        out = skinny_product(rows, weight, residual=added, pdl=depends(x))
+    elif added is None:
+        out = F.linear(rows, weight)
+    else:
+        out = torch.addmm(added, rows, weight.t())  # the sum is the product's epilogue
+    return out.view(*x.shape[:-1], -1)
 
 
 def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """See the reference."""
-    gate, up = F.linear(x, gate_up).flatten(0, -2).chunk(2, dim=-1)
+    rows = x.flatten(0, -2)
+    if _is_skinny(rows, gate_up):
+        return skinny_product(rows, gate_up, gated=True, pdl=depends(x)).view(*x.shape[:-1], -1)
+    gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
     return gated(gate, up).view(*x.shape[:-1], -1)
+
+
+def scaled_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """See the reference."""
+    if len(x) <= MAX_ROWS and x.dtype == torch.bfloat16:
+        return skinny_product(x, levels, scales=scales, pdl=depends(x))
+    return reference.scaled_product(x, levels, scales)
+
+
+def _is_skinny(rows: Tensor, weight: Tensor) -> bool:
+    return 0 < len(rows) <= skinny_rows and rows.dtype == torch.bfloat16 and weight.is_contiguous()
