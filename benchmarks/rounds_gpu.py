@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import statistics
 import sys
 import time
@@ -32,11 +33,16 @@ from round_parts import Clock
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from toolkit.bench.records import make_record
+from toolkit.infer.attention import fused_layer
+from toolkit.infer.kernels.float8_linear import to_float8
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.targets.fixed_linear import quantization_of
 
 SHOWN, NAMED = 28, 70  # kernels of a round, letters of a kernel's name
 DEFINITIONS = {
+    "variant": "apart: transformers' layers; fused: our layers, products by cuBLAS; skinny: also products of up to 32 "
+    "rows by our kernel; dependent: also dependent launches; fp8: also the head's weights in float8",
     "how": "eager; graph: recorded, a round is launched before the host has read the last one; graph-serial: recorded, "
     "launched after",
     "round_seconds": "of one round, host included; median over turns",
@@ -45,6 +51,24 @@ DEFINITIONS = {
     "kernels": "kernels and copies of one round on the device; seconds: of all of them; by_name: the longest",
     "peak_memory_bytes": "largest allocation of the process so far",
 }
+
+
+# What runs: each has all that stands before it.
+VARIANTS = ("apart", "fused", "skinny", "dependent", "fp8")
+
+
+def set_variant(variant: str, subject: Subject) -> None:
+    """apart: transformers' layers. fused: our layers, products by cuBLAS. skinny: by our kernel. dependent: kernels
+    start before the last one is over. fp8: weights of the head in one byte, from now on."""
+    step = VARIANTS.index(variant)
+    fused_layer.enabled = step >= 1
+    if subject.target.device.type == "cuda":
+        from toolkit.infer.kernels.triton import launch, layer_ops
+
+        layer_ops.skinny_rows = layer_ops.MAX_ROWS if step >= 2 else 0
+        launch.enabled = step >= 3
+    if step >= 4 and quantization_of(subject.draft.head) is None:
+        to_float8(subject.draft.head)
 
 
 class Compilations:
@@ -73,9 +97,16 @@ class Compilations:
 
 
 def measure(
-    subject: Subject, mode: Mode, batch: int, args: argparse.Namespace, clock: Clock, compiled: Compilations
+    subject: Subject,
+    variant: str,
+    mode: Mode,
+    batch: int,
+    args: argparse.Namespace,
+    clock: Clock,
+    compiled: Compilations,
 ) -> dict[str, Any]:
     """One row."""
+    set_variant(variant, subject)
     sizes = Sizes(batch, max(map(len, subject.prompts)), args.rounds)
     before, began = (compiled.count, compiled.seconds), time.perf_counter()
     engine = Ours(subject, mode, sizes, clock, None if clock.on_device else again)
@@ -87,6 +118,7 @@ def measure(
         length = statistics.mean(turn.accept_length for turn in turns)
         return {
             "target": subject.name,
+            "variant": variant,
             "batch": batch,
             "how": mode.how,
             "shape": "plain" if mode.shape is None else mode.shape.name,
@@ -134,34 +166,53 @@ def rows(
     shapes = [None, *(DraftShape.parse(text) for text in args.shapes)]
     compiled, ends = Compilations(), time.perf_counter() + args.budget
     with compiled.listened_to():
-        for batch in args.batch:
+        for batch, variant in itertools.product(args.batch, args.variants):
             for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
+                name = f"{variant} {mode.name}, batch {batch}"
+                if mode.shape is None and variant == "fp8":  # of a head alone
+                    continue
                 if time.perf_counter() > ends:
-                    left_out[f"{mode.name}, batch {batch}"] = f"no time left of {args.budget:g} seconds"
+                    left_out[name] = f"no time left of {args.budget:g} seconds"
                     continue
                 try:
-                    yield measure(subject, mode, batch, args, clock, compiled)
+                    yield measure(subject, variant, mode, batch, args, clock, compiled)
                 except Exception as error:  # process edge: the record says why there is no row
-                    left_out[f"{mode.name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
-                    print(f"no row of {mode.name}, batch {batch}: {error}", file=sys.stderr)
+                    left_out[name] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"no row of {name}: {error}", file=sys.stderr)
                 if clock.on_device:
                     torch.cuda.empty_cache()
 
 
 def show(found: Sequence[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
-    for column in ("batch", "how", "shape", "ms/round", "tokens/s", "accept_length", "first turn, s", "compiled"):
+    for column in (
+        "batch",
+        "variant",
+        "how",
+        "shape",
+        "ms/round",
+        "tokens/s",
+        "accept_length",
+        "first turn, s",
+        "compiled",
+    ):
         table.add_column(column, justify="right")
     for row in found:
         length = "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
         compiled = f"{row['compiled']['count']} in {row['compiled']['seconds']:.1f} s"
         measured = (f"{1e3 * row['round_seconds']:.3f}", f"{row['tokens_per_s']:.1f}", length)
         table.add_row(
-            str(row["batch"]), row["how"], row["shape"], *measured, f"{row['first_turn_seconds']:.1f}", compiled
+            str(row["batch"]),
+            row["variant"],
+            row["how"],
+            row["shape"],
+            *measured,
+            f"{row['first_turn_seconds']:.1f}",
+            compiled,
         )
     for row in found:
         if row["kernels"] is not None:
-            of, kernels = f"{row['how']} {row['shape']}, batch {row['batch']}", row["kernels"]
+            of, kernels = f"{row['variant']} {row['how']} {row['shape']}, batch {row['batch']}", row["kernels"]
             print(f"{of}: {kernels['count']:.0f} kernels a round, {1e3 * kernels['seconds']:.3f} ms")
             for name, one in kernels["by_name"].items():
                 print(f"  {1e6 * one['seconds']:9.1f} us {one['count']:7.1f} x  {name}")
@@ -172,6 +223,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=tuple(FORCED), default="llama")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["dependent"], help="(default: dependent)")
     parser.add_argument("--hows", nargs="+", choices=HOWS, default=["graph", "graph-serial", "eager"])
     parser.add_argument("--shapes", nargs="*", default=["3,1,4", "4,1,5", "7,8,32"], metavar="S,K,N")
     parser.add_argument("--context", type=int, default=512, help="tokens of random prompts (default: 512)")
