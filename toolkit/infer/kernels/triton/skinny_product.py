@@ -6,8 +6,8 @@
 Where N alone gives too few programs, `split` programs share a tile of outputs, each with a range of the inputs. Each
 stores its fp32 sums; the last to arrive adds them in ascending order of the ranges, so no result depends on timing.
 
-A row has the same bits beside any other rows: the tile is chosen by the weight's shape and dtype, rows that do not exist
-are 0, and a column of the matrix unit's result depends on its own column only.
+A row has the same bits beside any other rows: the tile is chosen by the weight's shape and dtype, rows that do not
+exist are 0, and a column of the matrix unit's result depends on its own column only.
 
 Dependent launch (`pdl`): the next kernel of the stream may start while this one ends. It prefetches its first weights,
 which never change, and waits for all that came before it until it reads or writes anything else.
@@ -176,6 +176,7 @@ def skinny_product(
     rows, tiles = 16 if count <= 16 else 32, triton.cdiv(size, tile.outputs)
     parts, arrived = _shared(x.device) if tile.split > 1 else (None, None)
     assert tile.split == 1 or (tiles <= SPLIT_TILES and tiles * tile.split * tile.outputs * rows <= SPLIT_SUMS), tile
+    pdl = pdl and not UPCAST  # the interpreter runs one launch after the other
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     _skinny[(tiles, tile.split)](
         x, weight, residual, scales, out, parts, arrived, count, size, x.stride(0),
