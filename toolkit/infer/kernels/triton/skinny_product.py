@@ -176,6 +176,7 @@ def skinny_product(
     rows, tiles = 16 if count <= 16 else 32, triton.cdiv(size, tile.outputs)
     parts, arrived = _shared(x.device) if tile.split > 1 else (None, None)
     assert tile.split == 1 or (tiles <= SPLIT_TILES and tiles * tile.split * tile.outputs * rows <= SPLIT_SUMS), tile
+    pdl = pdl and not UPCAST  # the interpreter runs one launch after the other
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     _skinny[(tiles, tile.split)](
         x, weight, residual, scales, out, parts, arrived, count, size, x.stride(0),
