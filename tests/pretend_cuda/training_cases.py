@@ -57,8 +57,8 @@ def batch_of(vocabulary: int, pack: bool) -> Batch:
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: of each optimizer step, by unroll step. weights: all in a row. waits (reads and uploads), launches: of the
-    last step."""
+    """losses: of each optimizer step, by unroll step. weights: all in a row. waits (reads, uploads), launches:
+    of the last step."""
 
     losses: list[list[float]]
     weights: torch.Tensor

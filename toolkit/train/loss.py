@@ -118,8 +118,9 @@ ROW_LOSSES: dict[LossName, RowLoss] = {
 class DraftLoss:
     """The loss of N states; called instead of `F.linear` with the head's output matrix.
 
-    rows [N]: the teacher row of each state, best on the host: on a GPU they are read. choice [N]: the right token as a draft id, -1 if the draft vocabulary lacks
-    it. weight [N]: the factor of each row's loss; it must be 0 for rows that the teacher does not keep.
+    rows [N]: the teacher row of each state; on the host, so that reading them does not wait for a GPU. choice [N]: the
+    right token as a draft id, -1 if the draft vocabulary lacks it. weight [N]: the factor of each row's loss; it must
+    be 0 for rows that the teacher does not keep.
     """
 
     name: LossName
@@ -154,8 +155,8 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
 
 @cache
 def chunk_logits(device: torch.device) -> int:
-    """Logits of a chunk: on a GPU the power of two that fits its memory, because each chunk rewrites the gradient of the
-    output matrix. What is free does not count: a resumed training must cut the same chunks."""
+    """Logits of a chunk. Each chunk rewrites the gradient of the output matrix, so there are many on a GPU: as its memory
+    has room for, not as is free, because a resumed training must cut the same chunks."""
     if device.type != "cuda":
         return CHUNK_LOGITS
     fitting = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE

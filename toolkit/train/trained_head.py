@@ -65,9 +65,9 @@ class TrainedHead(nn.Module):
         """Unroll the head, and compute loss and hits.
 
         draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
-        vocabulary lacks it. denominators [K]: on the host. before [M]: the tokens at the teacher's positions, before the predicted ones; only a block
-        drafter needs them. The loss is sum_k weight_k * (sum of row losses) / denominators[k]; without a teacher it is
-        0, and only the hits are computed.
+        vocabulary lacks it. denominators [K]: on the host. before [M]: the tokens at the teacher's positions, before
+        the predicted ones; only a block drafter needs them. The loss is sum_k weight_k * (sum of row losses) /
+        denominators[k]; without a teacher it is 0, and only the hits are computed.
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
