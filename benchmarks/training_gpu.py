@@ -223,7 +223,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         times = (f"{1000 * one:>10.1f}" for one in (row["seconds_per_step"], *parts.values(), rest))
         share = "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.1%}"
         print(f"{row['row']:<16}{''.join(times)}{row['tokens_per_s']:>10.0f}{share:>10}{held:>10.1f}")
-        pace = (f"{work[name] / parts[name]:>10.1f}" for name in PARTS)
+        pace = (f"{work[name] / max(parts[name], 1e-9):>10.1f}" for name in PARTS)
         print(f"{'  TFLOP/s':<16}{sum(work.values()) / row['seconds_per_step']:>10.1f}{''.join(pace)}")
 
 
@@ -262,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in ROWS:
         if args.only and row.name not in args.only:
             continue
+        found = None
         try:
             with at_most(min(ROW_SECONDS, args.budget - passed())), set_as(row, training):
                 batch = texts(row.texts, subject.target, args)
@@ -271,10 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             left_out[row.name] = f"{type(error).__name__}: {error}"[:500]
             print(f"{row.name}: {left_out[row.name]}", flush=True)
-        else:
-            total = sum(work[row.texts].values())
-            share = total * 1e12 / found["seconds_per_step"] / PEAK if device.type == "cuda" else None
-            rows.append({**found, "tflop": work[row.texts], "share_of_peak": share})
+        if found is not None:
+            done = work.setdefault(row.texts, dict.fromkeys(PARTS, 0.0))
+            share = sum(done.values()) * 1e12 / found["seconds_per_step"] / PEAK if device.type == "cuda" else None
+            rows.append({**found, "tflop": done, "share_of_peak": share})
             print(f"{row.name}: {found['seconds_per_step']:.4g} s a step, first loss {found['first_loss']:.6g}, "
                   f"first step {found['first_step_seconds']:.1f} s, after {passed():.1f} s", flush=True)  # fmt: skip
         training.optimizer = None  # type: ignore[assignment]

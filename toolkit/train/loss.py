@@ -155,8 +155,8 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
 
 @cache
 def chunk_logits(device: torch.device) -> int:
-    """Logits of a chunk. Each chunk rewrites the gradient of the output matrix, so a GPU computes many at once: by the size
-    of its memory, not by what is free of it, because a resumed training must cut the same chunks."""
+    """Logits of a chunk. Each chunk rewrites the gradient of the output matrix, so a GPU computes many at once: by its
+    memory, not by what is free of it, because a resumed training must cut the same chunks."""
     if device.type != "cuda":
         return CHUNK_LOGITS
     fitting = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
