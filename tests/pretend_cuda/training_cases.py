@@ -29,7 +29,7 @@ from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 K, STEPS = 3, 2
-KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part")
+KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part", "_merge", "_merge_queries", "_merge_keys")
 HEADS = {
     "eagle3": HeadSettings(),
     "eagle3-window": HeadSettings(sliding_window=5, norm_output=True),
