@@ -134,10 +134,9 @@ step3() {
 
 step4() {
   local target=(--target llama)
-  [ "$DEVICE" = cpu ] && target=(--target tiny --length 64 --repeats 1)
-  step_of() { go 110 4-training.log "$PY" benchmarks/training_gpu.py --device "$DEVICE" "${target[@]}" "$@"; }
-  step_of --out "$OUT/training-gpu.json"
-  step_of --rows 1 --steps 7 --out "$OUT/training-gpu-7.json"
+  [ "$DEVICE" = cpu ] && target=(--target tiny --length 64 --repeats 1 --only before automatic packed torch)
+  SHOWN=30 go 170 4-training.log "$PY" benchmarks/training_gpu.py --device "$DEVICE" "${target[@]}" \
+    --out "$OUT/training-gpu.json"
   tests 240 4-trainer.log -v tests/train/test_loop.py \
     -k "lowers_the_loss or killed_and_resumed_is or keeps_what_bf16 or fresh_rollouts_are_trained"
 }

@@ -1,117 +1,233 @@
-"""A training step on a GPU, by Triton's kernels and by plain torch: seconds, memory, and that the losses agree.
+"""A training step on a GPU: seconds by part, tokens a second, share of the card's peak, memory.
 
-    python benchmarks/training_gpu.py [--target llama] [--length 2048] [--rows 2] [--steps 4] [--device cpu]
+    python benchmarks/training_gpu.py [--target llama] [--length 2048] [--rows 2] [--steps 7] [--budget 120]
+    python benchmarks/training_gpu.py --device cpu --target tiny --length 64       to see that it runs
 
 The target has random weights (roofline_targets.py: `llama` has the shape of Llama-3.1-8B), and so has the head, over
-random texts: seconds and memory are those of a real step, losses mean nothing but that both ways compute the same. No
+random texts: seconds and memory are those of a real step, losses mean nothing but that all ways compute the same. No
 DeepSpeed: forward of the target, K unrolled steps of the head, backward, fused AdamW. `pytest tests/train/test_loop.py`
-runs the trainer itself. Writes benchmarks/results/training-gpu-<target>-<hardware>.json.
+runs the trainer itself. What fails or takes too long costs only its own row. Writes the record after each row, as
+benchmarks/results/training-gpu-<target>-<hardware>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from draft_loss import peak, restart_peak
 from results_folder import leave
 from roofline_targets import FORCED
-from round_parts import Clock
+from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.bench.records import make_record
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import causal_attention, loss
+from toolkit.train import causal_attention, loss, teacher, ttt
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 PROMPT = 16  # tokens at the start of a row that are not trained on
+PEAK = 989e12  # products of an H100 (SXM) in bf16 a second, by its data sheet
+ROW_SECONDS = 60  # of one row at most, compilations included
+PARTS = ("target", "labels", "head", "loss", "backward", "optimizer")
+# Of a quarter of all tokens: sequences that fill four rows.
+RAGGED = (1, 0.75, 0.25, 0.625, 0.375, 0.5, 0.4375, 0.0625)
 DEFINITIONS = {
-    "by": "triton: the kernels of training, where they run; torch: their definitions in plain PyTorch",
-    "seconds_per_step": "target's forward, unroll, backward and AdamW; mean of the steps behind the first",
+    "row": "before: pieces of 2^23 logits, labels in 2^25; before and 2^28: diagonals in torch; torch: plain torch in "
+    "place of all kernels of training; compiled: the head's layer around its attention; target compiled: the layers "
+    "of the target; padded, packed: eight texts of 1/64 to 1/4 of the tokens, one or several a row",
+    "tokens": "of the texts, without padding",
+    "seconds_per_step": "median of the steps behind the first two; each begins when the one before is over",
+    "parts": "median seconds: forward of the target, its argmax, unroll of the head, loss with its gradients and the "
+    "teacher's probabilities, backward of the unroll, AdamW",
+    "tflop": "10^12 operations by part, those of padding too, without attention",
+    "share_of_peak": f"tflop of all parts a second, of {PEAK / 1e12:.0f}",
     "first_step_seconds": "of the first step, compilations included",
-    "first_loss": "of the first step, from the same weights and texts for both",
-    "peak_memory_bytes": "the most held while the steps behind the first run",
+    "first_loss": "of the first step, from the same weights for all rows; texts of full and of ragged rows differ",
+    "peak_memory_bytes": "the most held while a timed step runs",
 }
 
 
+class Row(NamedTuple):
+    """pieces: logits of a piece of the loss; None: as the package chooses. merged: the diagonals in their kernels."""
+
+    name: str
+    texts: str = "full"
+    pieces: int | None = None
+    compiled: str = ""
+    kernels: bool = True
+    merged: bool = True
+
+
+ROWS = (  # the most wanted first
+    Row("before", pieces=2**23, merged=False), Row("pieces 2^28", pieces=2**28, merged=False), Row("automatic"),
+    Row("padded", "padded"), Row("packed", "packed"), Row("compiled", compiled="head"),
+    Row("pieces 2^30", pieces=2**30), Row("torch", kernels=False), Row("target compiled", compiled="target"),
+)  # fmt: skip
+# The counter asserts that keys have as many heads as queries.
+UNCOUNTED = [f"_scaled_dot_product_{one}" for one in ("flash_attention", "efficient_attention", "cudnn_attention",
+                                                     "flash_attention_for_cpu")]  # fmt: skip
+
+
+def texts(kind: str, target: Target, args: argparse.Namespace) -> Batch:
+    generator, quarter = torch.Generator().manual_seed(2), args.rows * args.length / 4
+    lengths = [args.length] * args.rows if kind == "full" else [max(2, int(share * quarter)) for share in RAGGED]
+    examples = []
+    for number, length in enumerate(lengths):
+        ids, prompt = torch.randint(2, target.vocab_size, (length,), generator=generator), min(PROMPT, length // 4)
+        examples.append(Example(str(number), ids.tolist(), [False] * prompt + [True] * (length - prompt)))
+    return collate(examples, pad_id=0, pack=kind == "packed")
+
+
+class Training:
+    """A head of `size` draft ids in training. `restart` gives it its first weights again."""
+
+    def __init__(self, target: Target, size: int, args: argparse.Namespace) -> None:
+        precision = "bf16" if target.dtype == torch.bfloat16 else "fp32"
+        settings = TrainSettings(
+            precision=precision,  # type: ignore[arg-type]
+            head=HeadSettings(init="random"),
+            unroll=UnrollSettings(ttt_steps=args.steps),
+            optimizer=OptimizerSettings(name="adamw"),
+        )
+        ids = range(0, target.vocab_size, max(1, target.vocab_size // size))
+        plan = plan_head(settings, target, TokenMap.from_ids(sorted({*ids, *target.stop_ids}), target.vocab_size))
+        self.side = TargetSide(target, plan.token_map, plan.aux_layer_ids, precision)
+        self.teacher, self.steps = self.side.teacher, args.steps
+        torch.manual_seed(0)
+        head = start_head(plan, settings, target, seed=0)
+        self.model = trained_head(plan, settings, head, self.teacher).to(self.side.head_dtype)
+        self.score = self.model.score
+        self.first = [one.detach().clone() for one in self.model.parameters()]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        for one, first in zip(self.model.parameters(), self.first, strict=True):
+            one.copy_(first)
+            one.grad = None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, batch: Batch, clock: StepClock) -> torch.Tensor:
+        """Trains once and returns the loss; `clock` measures the parts."""
+        self.side.teacher = clock.part("labels")(self.teacher)
+        self.model.score = clock.part("loss")(self.score)  # type: ignore[method-assign]
+        counts = supervised_counts(batch, self.steps, 0).clamp(min=1)
+        found = micro_step(self.model, self.side, batch, counts, self.steps, 0, clock=clock).loss
+        with clock.part("backward"):
+            found.backward()
+        with clock.part("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return found.detach()
+
+
 @contextmanager
-def kernels_off() -> Iterator[None]:
-    """Plain torch in the place of Triton."""
-    modules = (causal_attention, loss)
-    owns = [module.gpu_kernels for module in modules]
-    for module in modules:
-        module.gpu_kernels = lambda device_type: None  # type: ignore[assignment]
+def set_as(row: Row, training: Training) -> Iterator[None]:
+    """The package as the row says, until the end of the block."""
+    target = training.side.target
+    layer: Any = training.model.head.midlayer
+    with ExitStack() as stack:
+        if row.pieces:
+            stack.enter_context(patch.object(loss, "chunk_logits", lambda device: row.pieces or 0))
+        if row.name == "before":
+            stack.enter_context(patch.object(teacher, "GPU_ROWS", max(1, teacher.CHOICE_SCORES // target.vocab_size)))
+        if row.compiled == "head":
+            for name in ("before", "after"):
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
+                stack.callback(delattr, layer, name)
+        for one in target.layers if row.compiled == "target" else ():
+            one.compile(dynamic=True)
+            stack.callback(setattr, one, "_compiled_call_impl", None)
+        for module in () if row.kernels else (causal_attention, loss):
+            stack.enter_context(patch.object(module, "gpu_kernels", lambda device_type: None))
+        if not row.merged:
+            stack.enter_context(patch.object(ttt, "kernels_for", lambda q: None))
+        yield
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block when its time is over."""
+
+    def over(*_signal: Any) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s")
+
+    if seconds <= 0:
+        raise TimeoutError("no time was left")
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        for module, own in zip(modules, owns, strict=True):
-            module.gpu_kernels = own
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def settings_of(args: argparse.Namespace, precision: str) -> TrainSettings:
-    return TrainSettings(
-        precision=precision,  # type: ignore[arg-type]
-        head=HeadSettings(init="random"),
-        unroll=UnrollSettings(ttt_steps=args.steps),
-        optimizer=OptimizerSettings(name="adamw"),
-    )
+def operations(training: Training, batch: Batch) -> dict[str, float]:
+    """10^12 operations of a step by part."""
+    free = {getattr(torch.ops.aten, one): lambda *_given, **_settings: 0 for one in UNCOUNTED}
+    counter, clock = FlopCounterMode(display=False, custom_mapping=free), StepClock(torch.device("cpu"))
+    clock._mark = counter.get_total_flops  # type: ignore[method-assign]  # in place of the time
+    with counter:
+        training.step(batch, clock)
+    counted = clock.read()
+    return {name: counted[name] / 1e12 for name in PARTS}
 
 
-def texts(target: Target, args: argparse.Namespace) -> Batch:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(2, target.vocab_size, (args.rows, args.length), generator=generator)
-    answered = [False] * PROMPT + [True] * (args.length - PROMPT)
-    return collate([Example(str(row), one.tolist(), answered) for row, one in enumerate(ids)], pad_id=0)
-
-
-def stepper(target: Target, size: int, batch: Batch, args: argparse.Namespace) -> Callable[[], float]:
-    """A step of a new head over `size` ids; each call trains once and returns the loss."""
-    precision = "bf16" if target.dtype == torch.bfloat16 else "fp32"
-    settings = settings_of(args, precision)
-    ids = range(0, target.vocab_size, max(1, target.vocab_size // size))
-    plan = plan_head(settings, target, TokenMap.from_ids(sorted({*ids, *target.stop_ids}), target.vocab_size))
-    side = TargetSide(target, plan.token_map, plan.aux_layer_ids, precision)
-    torch.manual_seed(0)
-    model = trained_head(plan, settings, start_head(plan, settings, target, seed=0), side.teacher).to(side.head_dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    counts = supervised_counts(batch, args.steps, 0)
-
-    def step() -> float:
-        found = micro_step(model, side, batch, counts, args.steps, 0).loss
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(found.detach())
-
-    return step
-
-
-def row_of(by: str, step: Callable[[], float], args: argparse.Namespace, clock: Clock, device: Any) -> dict[str, Any]:
+def measured(row: Row, training: Training, batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
+    device = training.side.target.device
+    clock, found, held = StepClock(device), [], []
+    training.restart()
     began = time.perf_counter()
-    first_loss = step()
-    clock.wait()
-    first, began = time.perf_counter() - began, time.perf_counter()
-    restart_peak(device)
-    for _ in range(args.repeats):
-        step()
-    clock.wait()
-    seconds = (time.perf_counter() - began) / args.repeats
-    tokens = args.rows * args.length
-    row = {"by": by, "tokens": tokens, "ttt_steps": args.steps, "seconds_per_step": seconds}
-    row |= {"tokens_per_s": tokens / seconds, "first_step_seconds": first}
-    row |= {"first_loss": first_loss, "peak_memory_bytes": peak(device)}
-    print(", ".join(f"{name} {value:.4g}" if value != by else by for name, value in row.items()), flush=True)
-    return row
+    first_loss = float(training.step(batch, clock))
+    first = time.perf_counter() - began
+    for _ in range(1 + args.repeats):
+        clock.restart()
+        training.step(batch, clock)
+        found.append(clock.read())
+        held.append(peak_memory_bytes(device))
+    seconds = median(one["step"] for one in found[1:])
+    tokens = int(batch.lengths.sum())
+    return {
+        "row": row.name,
+        "tokens": tokens,
+        "positions": batch.input_ids.numel(),
+        "ttt_steps": args.steps,
+        "seconds_per_step": seconds,
+        "parts": {name: median(one[name] for one in found[1:]) for name in PARTS},
+        "tokens_per_s": tokens / seconds,
+        "first_step_seconds": first,
+        "first_loss": first_loss,
+        "peak_memory_bytes": max(held[1:]),
+    }
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Milliseconds, and below them 10^12 operations a second."""
+    heads = ("ms", *PARTS, "rest", "tokens/s", "of peak", "GB")
+    print(f"{'':<16}" + "".join(f"{one:>10}" for one in heads))
+    for row in rows:
+        parts, work = row["parts"], row["tflop"]
+        rest, held = row["seconds_per_step"] - sum(parts.values()), row["peak_memory_bytes"] / 1e9
+        times = (f"{1000 * one:>10.1f}" for one in (row["seconds_per_step"], *parts.values(), rest))
+        share = "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.1%}"
+        print(f"{row['row']:<16}{''.join(times)}{row['tokens_per_s']:>10.0f}{share:>10}{held:>10.1f}")
+        pace = (f"{work[name] / max(parts[name], 1e-9):>10.1f}" for name in PARTS)
+        print(f"{'  TFLOP/s':<16}{sum(work.values()) / row['seconds_per_step']:>10.1f}{''.join(pace)}")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -119,35 +235,61 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", choices=tuple(FORCED), default="llama")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: 2048)")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step (default: 2)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of the unroll (default: 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps (default: 3)")
+    parser.add_argument("--steps", type=int, default=7, help="steps of the unroll (default: 7)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps (default: 5)")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="of the rows")
+    parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="behind imports (default: 120)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    began = time.perf_counter()
     args = arguments().parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("training_gpu.py: PyTorch sees no CUDA device here; to see that it runs: --device cpu --target tiny",
               file=sys.stderr)  # fmt: skip
         return 2
+    passed: Callable[[], float] = lambda: time.perf_counter() - began  # noqa: E731
     torch.manual_seed(0)
     subject = FORCED[args.target](device, PROMPT, ForcedAcceptance(()))
-    batch, size, clock = texts(subject.target, args), subject.draft.token_map.size, Clock(device)
-    rows, left_out = [], {}
-    for by in ("triton", "torch") if device.type == "cuda" else ("torch",):
-        try:
-            with kernels_off() if by == "torch" else nullcontext():
-                rows.append(row_of(by, stepper(subject.target, size, batch, args), args, clock, device))
-        except torch.OutOfMemoryError as error:
-            left_out[by] = str(error)[:500]
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    training = Training(subject.target, subject.draft.token_map.size, args)
+    print(f"target and head after {passed():.1f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    work: dict[str, dict[str, float]] = {}
+    left_out: dict[str, str] = {}
+    settings = {key: str(value) if key == "out" else value for key, value in vars(args).items()}
     settings["target"] = subject.name
-    record = make_record("training", ["python", *sys.argv], settings, rows, left_out=left_out, definitions=DEFINITIONS)
-    leave(record, f"training-gpu-{args.target}", args.out)
-    return 0
+    for row in ROWS:
+        if args.only and row.name not in args.only:
+            continue
+        found = None
+        try:
+            with at_most(min(ROW_SECONDS, args.budget - passed())), set_as(row, training):
+                batch = texts(row.texts, subject.target, args)
+                found = measured(row, training, batch, args)
+                if row.texts not in work:
+                    work[row.texts] = operations(training, batch)
+        except Exception as error:
+            left_out[row.name] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{row.name}: {left_out[row.name]}", flush=True)
+        if found is not None:
+            done = work.setdefault(row.texts, dict.fromkeys(PARTS, 0.0))
+            share = sum(done.values()) * 1e12 / found["seconds_per_step"] / PEAK if device.type == "cuda" else None
+            rows.append({**found, "tflop": done, "share_of_peak": share})
+            print(f"{row.name}: {found['seconds_per_step']:.4g} s a step, first loss {found['first_loss']:.6g}, "
+                  f"first step {found['first_step_seconds']:.1f} s, after {passed():.1f} s", flush=True)  # fmt: skip
+        training.optimizer = None  # type: ignore[assignment]
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        line = ["python", *sys.argv]
+        record = make_record("training", line, settings, rows, left_out=left_out, definitions=DEFINITIONS)
+        leave(record, f"training-gpu-{args.target}", args.out)
+    print_table(rows)
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_every_call_is_one_that_its_script_takes(calls, script) -> None:
     assert load_recipe(ROOT / args.recipe, args.overrides).bench.limit == 12
     assert command_parser(acceptance[0])[1](acceptance[1:]).limit == 16
     records = [line[line.index("--out") + 1] for line in lines if "--out" in line]
-    assert len(set(records)) == len(records) == 11, "no record replaces another"
+    assert len(set(records)) == len(records) == 10, "no record replaces another"
 
 
 def test_files_and_tests_that_it_names_exist(calls) -> None:
@@ -102,7 +103,7 @@ def test_it_ends_without_a_gpu(calls, tmp_path) -> None:
     assert done.returncode == 3 and "FORCE=1" in done.stderr and lines[-1] == ["benchmarks/gpu_probe.py"]
     lines, done = calls("3", "4", "6", FORCE="1")
     ours = [line for line in lines if "--out" in line]
-    assert done.returncode == 0 and len(ours) == 5 and all("tiny" in line or "--smoke" in line for line in ours)
+    assert done.returncode == 0 and len(ours) == 4 and all("tiny" in line or "--smoke" in line for line in ours)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it would be measured")
@@ -140,25 +141,44 @@ def test_compilations_are_counted(script) -> None:
     assert (found.count, found.seconds) == (2, 0.5) and knobs.compilation.listener is None
 
 
-def test_a_training_step_is_the_same_without_kernels(script, tmp_path) -> None:
-    """Both ways start from the same weights and texts, so that their first losses can be compared on the card."""
+SHORT = "--device cpu --target tiny --length 64 --steps 2 --repeats 1 --out".split()
+
+
+def test_the_parts_of_a_training_step_are_measured(script, tmp_path, capsys) -> None:
+    """All rows start from the same weights, so that their first losses can be compared on the card."""
+    out = tmp_path / "record.json"
+    assert script("training_gpu").main([*SHORT, str(out), "--only", "before", "padded", "packed", "torch"]) == 0
+    record, table = read_record(out, "training"), capsys.readouterr().out
+    rows = {row["row"]: row for row in record["rows"]}
+    assert not record["left_out"] and rows.keys() == {"before", "padded", "packed", "torch"}
+    assert {row["tokens"] for row in rows.values()} == {128} and rows["padded"]["positions"] == 256
+    assert rows["packed"]["positions"] == 128 and "tokens/s" in table.splitlines()[-9]
+    for row in rows.values():
+        assert all(row["parts"].values()) and sum(row["parts"].values()) <= row["seconds_per_step"]
+        assert all(work > 0 for part, work in row["tflop"].items() if part != "optimizer")
+    for one, other in (("before", "torch"), ("padded", "packed")):
+        assert rows[one]["first_loss"] == pytest.approx(rows[other]["first_loss"], rel=1e-5)
+
+
+def test_a_row_that_fails_or_hangs_costs_only_itself(script, monkeypatch, tmp_path, capsys) -> None:
     module, out = script("training_gpu"), tmp_path / "record.json"
-    line = ["--device", "cpu", "--target", "tiny", "--length", "40", "--rows", "2", "--steps", "2", "--repeats", "1"]
-    assert module.main([*line, "--out", str(out)]) == 0
-    (row,) = read_record(out, "training")["rows"]
-    assert row["by"] == "torch" and row["tokens"] == 80 and row["peak_memory_bytes"] > 0 and row["first_loss"] > 0
-    again = tmp_path / "again.json"
-    assert module.main([*line, "--out", str(again)]) == 0
-    assert read_record(again)["rows"][0]["first_loss"] == row["first_loss"]
+    own = module.measured
 
+    def measured(row, *given):
+        if row.name == "before":
+            raise torch.OutOfMemoryError("no memory")
+        if row.name == "automatic":
+            time.sleep(60)
+        return own(row, *given)
 
-def test_kernels_of_training_can_be_left_out(script, monkeypatch) -> None:
-    module = script("training_gpu")
-    for owner in (module.causal_attention, module.loss):
-        monkeypatch.setattr(owner, "gpu_kernels", "Triton's")
-    with module.kernels_off():
-        assert module.loss.gpu_kernels("cuda") is None and module.causal_attention.gpu_kernels("cuda") is None
-    assert module.loss.gpu_kernels == module.causal_attention.gpu_kernels == "Triton's"
+    monkeypatch.setattr(module, "ROW_SECONDS", 2)
+    monkeypatch.setattr(module, "measured", measured)
+    assert module.main([*SHORT, str(out), "--only", "before", "automatic", "torch"]) == 0
+    record = read_record(out, "training")
+    assert [row["row"] for row in record["rows"]] == ["torch"] and record["rows"][0]["tflop"]
+    assert record["left_out"] == {"before": "OutOfMemoryError: no memory", "automatic": "TimeoutError: more than 2 s"}
+    assert module.main([*SHORT, str(out), "--budget", "0"]) == 1
+    assert len(read_record(out)["left_out"]) == len(module.ROWS)
 
 
 def test_the_probe_goes_on_behind_a_failure(script, monkeypatch, tmp_path, capsys) -> None:

@@ -121,3 +121,23 @@ def test_variants_differ():
 def test_two_norms_before_fc():
     with pytest.raises(ValueError, match="one norm before fc is possible"):
         Eagle3Config(**SIZES, fc_norm=True, norm_before_fc=True)
+
+
+def test_the_layer_compiles_around_its_attention_for_all_lengths():
+    """A length of its own for each program would be compiled in each of the first steps of a training."""
+    layer, programs = build(()).midlayer, []
+
+    def note(program, _examples):
+        programs.append(program)
+        return program.forward
+
+    before, after = (
+        torch.compile(one, backend=note, fullgraph=True, dynamic=True) for one in (layer.before, layer.after)
+    )
+    for length in (3, 7, 12):
+        embeds, hidden = torch.randn(2, length, H)
+        angles = torch.randn(2, length, 1, HD)
+        *heads, rest = before(embeds, hidden, *angles)
+        plain = layer(embeds, hidden, *angles, lambda q, k, v: q * 2)
+        torch.testing.assert_close(after(heads[0] * 2, rest), plain)
+    assert len(programs) == 2

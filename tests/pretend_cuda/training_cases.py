@@ -3,7 +3,7 @@
     python -m tests.pretend_cuda.training_cases eagle3 eagle3-window,pack ..
 
 Prints one JSON object: by case and precision, how far losses and trained weights are from the CPU's (relative), what
-the last step read, and which of the package's kernels it launched.
+the last step read and uploaded, and which of the package's kernels it launched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 K, STEPS = 3, 2
-KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part")
+KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part", "_merge", "_merge_queries", "_merge_keys")
 HEADS = {
     "eagle3": HeadSettings(),
     "eagle3-window": HeadSettings(sliding_window=5, norm_output=True),
@@ -57,11 +57,12 @@ def batch_of(vocabulary: int, pack: bool) -> Batch:
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: of each optimizer step, by unroll step. weights: all in a row. reads, launches: of the last step."""
+    """losses: of each optimizer step, by unroll step. weights: all in a row. waits (reads, uploads), launches:
+    of the last step."""
 
     losses: list[list[float]]
     weights: torch.Tensor
-    reads: dict[str, int]
+    waits: dict[str, int]
     launches: dict[str, int]
 
 
@@ -86,10 +87,10 @@ def train(case: str, precision: str, target: Target) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(by_step)
-    reads, launches = dict(seen.reads), dict(seen.launches)
+    waits, launches = {**seen.reads, **seen.uploads}, dict(seen.launches)
     side.capture.remove()
     weights = torch.cat([one.detach().flatten().float() for one in model.head.parameters()])
-    return Trained([one.tolist() for one in losses], weights.cpu(), reads, launches)
+    return Trained([one.tolist() for one in losses], weights.cpu(), waits, launches)
 
 
 def compare(cases: list[str]) -> dict[str, dict[str, Any]]:
@@ -103,7 +104,7 @@ def compare(cases: list[str]) -> dict[str, dict[str, Any]]:
             found[f"{case} {precision}"] = {
                 "losses": ((mine - own).abs() / own.abs()).max().item(),
                 "weights": ((ours.weights - theirs.weights).norm() / theirs.weights.norm()).item(),
-                "reads": ours.reads,
+                "waits": ours.waits,
                 "kernels": [name for name in KERNELS if name in ours.launches],
             }
     return found

@@ -48,7 +48,7 @@ FORMULAS = {
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """Chunks of 4 states and tiles of 3, neither of which divides what comes."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 4)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 4)
     monkeypatch.setattr(loss_module, "TILE_ROWS", 3)
 
 
@@ -229,6 +229,17 @@ def test_nothing_as_wide_as_the_vocabulary_is_kept():
         task(states, matrix)
     assert sizes and max(sizes) <= 8 * vocabulary
     assert sum(seen) == rows and max(seen) * vocabulary <= loss_module.CHUNK_LOGITS
+
+
+def test_chunks_fit_the_memory_of_a_gpu(monkeypatch):
+    """Each chunk rewrites the gradient of the output matrix. On a CPU chunks stay as they are."""
+    for memory, logits in ((8e9, 2**24), (24e9, 2**26), (84.9e9, 2**28)):
+        properties = SimpleNamespace(total_memory=int(memory))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, given=properties: given)
+        loss_module.chunk_logits.cache_clear()
+        assert loss_module.chunk_logits(torch.device("cuda", 0)) == logits
+    loss_module.chunk_logits.cache_clear()
+    assert loss_module.chunk_rows(8192, torch.device("cpu")) == 1024
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)

@@ -143,13 +143,16 @@ def test_attention_on_a_gpu_goes_through_the_kernels(monkeypatch, sees):
     kernels = SimpleNamespace(
         attend=lambda *given: asked.append("forward") or causal_attention.tiled_forward(*given),
         attend_backward=lambda *given: asked.append("backward") or causal_attention.tiled_backward(*given),
+        merge=lambda *given: asked.append("merge") or ttt.plain_merge(*given),
+        merge_backward=lambda *given: asked.append("split") or ttt.plain_merge_backward(*given),
     )
     monkeypatch.setattr(causal_attention, "gpu_kernels", lambda device_type: kernels)
     results(torch.float64)
     assert not asked
     for mine, theirs in zip(results(torch.float32), plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert asked == ["forward"] * 3 + ["backward"] * 3
+    first, later = ["forward"], ["forward", "merge"]
+    assert asked == first + later * 2 + ["backward", "split"] * 2 + ["backward"]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,12 @@ from torch import Tensor
 BATCHES_PER_BUCKET = 32
 
 
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the tensor on a device. To a GPU it goes in stream order, from pinned memory: the host does not wait."""
+    pinned = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+
+
 @dataclass(frozen=True)
 class Example:
     """One rollout: its ids, and for each id whether it belongs to an answer of the target.
@@ -47,8 +53,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        input_ids, response, lengths = (x.to(device) for x in (self.input_ids, self.response, self.lengths))
-        starts, greedy = (None if x is None else x.to(device) for x in (self.starts, self.greedy))
+        input_ids, response, lengths = (on_device(x, device) for x in (self.input_ids, self.response, self.lengths))
+        starts, greedy = (None if x is None else on_device(x, device) for x in (self.starts, self.greedy))
         return Batch(input_ids, response, lengths, starts, greedy)
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:

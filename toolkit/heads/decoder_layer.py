@@ -51,13 +51,16 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return self.o_proj(attend(*self.heads(x, cos, sin)).flatten(-2))
+
+    def heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The arguments of an `Attend`; x [T, input_size]."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = layer_ops().rotate(q, k, cos, sin)
-        return self.o_proj(attend(q, k, v).flatten(-2))
+        return *layer_ops().rotate(q, k, cos, sin), v
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, rotated, and values [T, kv_heads, hd] of positions without a query; x [T, input_size]."""

@@ -90,9 +90,20 @@ class DraftLayer(AttendingLayer):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
+        *heads, hidden = self.before(embeds, hidden, cos, sin)
+        return self.after(attend(*heads), hidden)
+
+    # Two functions of tensors, so that they can be compiled around an attention that cannot.
+    def before(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The arguments of an `Attend`, and the residual [T, H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(x, cos, sin, attend)
+        return *self.self_attn.heads(x, cos, sin), normed if self.norm_before_residual else hidden
+
+    def after(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -54,7 +54,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None
     scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's. Autograd does not
     differentiate this function; see `causal_attention_backward`.
     """
-    kernels = _kernels(q)
+    kernels = kernels_for(q)
     if kernels is not None:
         return kernels.attend(q, k, v, reach)
     if q.device.type != "cpu" or reach is not None:
@@ -68,7 +68,7 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of `out`, in the dtype of lse or of the inputs. out and lse [B, h, L] may
     include other keys."""
-    kernels = _kernels(q)
+    kernels = kernels_for(q)
     if kernels is not None:
         return kernels.attend_backward(grad, q, k, v, out, lse, reach)
     if q.device.type != "cpu" or reach is not None:
@@ -82,7 +82,7 @@ def causal_attention_backward(
     return dq, *(x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
 
 
-def _kernels(q: Tensor) -> GpuKernels | None:
+def kernels_for(q: Tensor) -> GpuKernels | None:
     return None if q.dtype == torch.float64 else gpu_kernels(q.device.type)
 
 

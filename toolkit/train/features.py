@@ -23,6 +23,7 @@ class OnlineFeatures:
         self.target, self.capture = target, capture
 
     def __call__(self, batch: Batch) -> TargetFeatures:
+        batch = batch.to(self.target.device)
         return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 
 

@@ -18,11 +18,13 @@ logger = get_logger(__name__)
 
 class GpuKernels(NamedTuple):
     """score_rows replaces the tiles of `loss._score`; attend and attend_backward replace the tiled functions of
-    `causal_attention.py`."""
+    `causal_attention.py`; merge and merge_backward the plain ones of `ttt.py`."""
 
     score_rows: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor]]
     attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    merge: Callable[..., tuple[Tensor, Tensor]]
+    merge_backward: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
 
 
 @cache
@@ -36,10 +38,11 @@ def gpu_kernels(device_type: str) -> GpuKernels | None:
         logger.info("training computes losses and attention in plain torch: %s", missing)
         return None
     from toolkit.train.triton_attention import attend, attend_backward
+    from toolkit.train.triton_diagonals import merge, merge_backward
     from toolkit.train.triton_loss import score_rows
 
     logger.info("training computes losses and attention with Triton kernels")
-    return GpuKernels(score_rows, attend, attend_backward)
+    return GpuKernels(score_rows, attend, attend_backward, merge, merge_backward)
 
 
 def _missing() -> str | None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 
+from toolkit.data.batches import on_device
 from toolkit.recipe_fields import LossName
 from toolkit.train.gpu_kernels import gpu_kernels
 from toolkit.train.teacher import TeacherRows
@@ -30,6 +32,8 @@ PIECE_ROWS = 1024
 # Logits of a chunk (rows times vocabulary), and its fewest rows. With fewer rows, adding to the gradient of the output
 # matrix would take a large share of the time.
 CHUNK_LOGITS, LEAST_CHUNK = 2**23, 128
+# Bytes of a GPU's memory for each logit of a chunk; of a 32,000-row matrix 80 GB then hold 8,388 rows at once (0.5 GB).
+MEMORY_SHARE = 256
 # Of the LK hybrid; the best value in the paper.
 ETA = 3.0
 # The share of the cross-entropy in DSpark's loss.
@@ -114,8 +118,9 @@ ROW_LOSSES: dict[LossName, RowLoss] = {
 class DraftLoss:
     """The loss of N states; called instead of `F.linear` with the head's output matrix.
 
-    rows [N]: the teacher row of each state. choice [N]: the right token as a draft id, -1 if the draft vocabulary lacks
-    it. weight [N]: the factor of each row's loss; it must be 0 for rows that the teacher does not keep.
+    rows [N]: the teacher row of each state; on the host, so that reading them does not wait for a GPU. choice [N]: the
+    right token as a draft id, -1 if the draft vocabulary lacks it. weight [N]: the factor of each row's loss; it must
+    be 0 for rows that the teacher does not keep.
     """
 
     name: LossName
@@ -141,11 +146,21 @@ def best_tokens(states: Tensor, matrix: Tensor, bias: Tensor | None = None, fini
         scores = F.linear(part, matrix, bias)
         return (scores if finish is None else finish(scores)).max(-1).indices
 
-    return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix)))])
+    return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix), states.device))])
 
 
-def chunk_rows(vocabulary: int) -> int:
-    return max(CHUNK_LOGITS // vocabulary, LEAST_CHUNK)
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    return max(chunk_logits(device) // vocabulary, LEAST_CHUNK)
+
+
+@cache
+def chunk_logits(device: torch.device) -> int:
+    """Logits of a chunk. Each chunk rewrites the gradient of the output matrix, so a GPU computes many at once: by its
+    memory, not by what is free of it, because a resumed training must cut the same chunks."""
+    if device.type != "cuda":
+        return CHUNK_LOGITS
+    fitting = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
+    return max(CHUNK_LOGITS, 1 << fitting.bit_length() - 1)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -159,7 +174,7 @@ class _TiledLoss(torch.autograd.Function):
         best = torch.empty(len(states), dtype=torch.long, device=states.device)
         grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         grad_matrix = torch.zeros_like(matrix, dtype=precise) if ctx.needs_input_grad[1] else None
-        for at, offsets, probs in _chunks(task, chunk_rows(len(matrix))):
+        for at, offsets, probs in _chunks(task, chunk_rows(len(matrix), states.device)):
             part = states[at]
             logits = F.linear(part, matrix, bias)
             losses[at], best[at] = _score(task, logits, finish, at, offsets, probs)
@@ -186,8 +201,9 @@ def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor
     rows = task.rows[order]
     starts = torch.arange(0, len(rows), size, device=rows.device)
     lasts = (starts + size).clamp(max=len(rows)) - 1
-    # All bounds in one read: on a GPU each read waits for all queued work.
+    # All bounds in one read: where the rows are on a GPU each read waits for all queued work.
     bounds = torch.stack((rows[starts], rows[lasts] + 1), dim=1).tolist()
+    order, rows = on_device(order, task.weight.device), on_device(rows, task.weight.device)
     for number, (low, high) in enumerate(bounds):
         span = slice(number * size, (number + 1) * size)
         yield order[span], rows[span] - low, task.teacher.probs(slice(low, high))
@@ -201,7 +217,7 @@ def _score(
     if kernels is not None:
         return kernels.score_rows(task.name, logits, probs, offsets, task.choice[at], task.weight[at], ETA)
     row_loss, losses, best = ROW_LOSSES[task.name], [], []
-    size = TILE_ROWS if logits.device.type == "cpu" else len(logits)
+    size = TILE_ROWS if logits.device.type == "cpu" else max(CHUNK_LOGITS // logits.shape[1], LEAST_CHUNK)
     for start in range(0, len(logits), size):
         tile = slice(start, start + size)
         z, to_scores = _finished(logits[tile].to(torch.promote_types(logits.dtype, torch.float32)), finish)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from toolkit.bench.replay import Forecast, summarise_replays
-from toolkit.data.batches import Batch
+from toolkit.data.batches import Batch, on_device
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -23,14 +23,16 @@ from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher
 
+Anchors = Callable[[Supervision, torch.Size], Supervision]
+
 
 @dataclass(frozen=True)
 class UnrollInputs:
     """Inputs of `TrainedHead.forward` for one micro-batch, and what the teacher needs.
 
     aux [B, L, A*H]: the features that the head reads. embeds [B, L, H]. teacher_hidden [M, H]: final-normed states of
-    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool:
-    whether `written` is the target's argmax; None if unknown.
+    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool, on
+    the batch's device: whether `written` is the target's argmax; None if unknown.
     """
 
     aux: torch.Tensor
@@ -70,14 +72,19 @@ class TargetSide:
         other.features = OnlineFeatures(self.target, self.capture)
         return other
 
-    def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
-        """The inputs of one micro-batch; features and embeddings are in the head's dtype."""
+    def inputs(self, batch: Batch, steps: int, shift: int = 0, anchors: Anchors | None = None) -> UnrollInputs:
+        """The inputs of one micro-batch; features and embeddings are in the head's dtype. anchors: of `micro_step`.
+
+        Supervision is planned where the batch is. With a batch on the host nothing waits for the target's forward.
+        """
+        planned = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
+        planned = planned if anchors is None else anchors(planned, batch.response.shape)
+        greedy = None if batch.greedy is None else batch.greedy.flatten()[planned.teacher_positions + 1]
         features = self.features(batch)
-        batch = batch.to(self.target.device)
-        supervision = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
-        ids = batch.input_ids.flatten()
+        supervision, input_ids = planned.to(self.target.device), on_device(batch.input_ids, self.target.device)
+        ids = input_ids.flatten()
         with torch.no_grad():
-            embeds = self.target.embed_tokens(batch.input_ids)
+            embeds = self.target.embed_tokens(input_ids)
         return UnrollInputs(
             aux=features.aux.to(self.head_dtype),
             embeds=embeds.to(self.head_dtype),
@@ -85,7 +92,7 @@ class TargetSide:
             teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
             before=ids[supervision.teacher_positions],
             written=ids[supervision.teacher_positions + 1],
-            greedy=None if batch.greedy is None else batch.greedy.flatten()[supervision.teacher_positions + 1],
+            greedy=greedy,
         )
 
 
@@ -107,7 +114,7 @@ def micro_step(
     denominators: torch.Tensor,
     steps: int,
     shift: int,
-    anchors: Callable[[Supervision, torch.Size], Supervision] | None = None,
+    anchors: Anchors | None = None,
     clock: StepClock | None = None,
 ) -> MicroStep:
     """Forward of one micro-batch.
@@ -119,9 +126,7 @@ def micro_step(
     """
     clock = clock or StepClock(side.target.device)
     with clock.part("target"):
-        inputs = side.inputs(batch, steps, shift)
-        if anchors is not None:
-            inputs = replace(inputs, supervision=anchors(inputs.supervision, batch.response.shape))
+        inputs = side.inputs(batch, steps, shift, anchors)
         rows = side.teacher(inputs.teacher_hidden, inputs.written, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
@@ -131,7 +136,7 @@ def micro_step(
             inputs.supervision,
             rows,
             draft_choice,
-            denominators.to(inputs.aux.device),
+            denominators,
             inputs.before,
         )
     flat = inputs.supervision.flat_roots(batch.response.shape[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.data.batches import Batch, supervised_mask
+from toolkit.data.batches import Batch, on_device, supervised_mask
 from toolkit.tokenmap.token_map import TokenMap
 
 
@@ -22,6 +22,8 @@ class Supervision:
 
     anchors [B, N]: the only roots that are unrolled after the first `full` steps (see `anchored`). In these later steps
     roots[k] are indices into the flat [B*N] anchors. shares[k] [S]: the number of roots that each root represents.
+
+    planned: the same on the device that it was planned on, the host: reading it does not wait for a GPU.
     """
 
     teacher_positions: torch.Tensor
@@ -31,6 +33,18 @@ class Supervision:
     anchors: torch.Tensor | None = None
     shares: list[torch.Tensor] | None = None
     full: int | None = None
+    planned: Supervision | None = None
+
+    def to(self, device: torch.device) -> Supervision:
+        """The same on another device, without waiting for it; `planned` is this one."""
+
+        def each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [on_device(one, device) for one in tensors]
+
+        starts, anchors = (None if x is None else on_device(x, device) for x in (self.starts, self.anchors))
+        shares = None if self.shares is None else each(self.shares)
+        positions = on_device(self.teacher_positions, device)
+        return Supervision(positions, each(self.roots), each(self.rows), starts, anchors, shares, self.full, self)
 
     @property
     def counts(self) -> torch.Tensor:

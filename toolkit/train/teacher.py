@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from toolkit.data.batches import on_device
 from toolkit.heads.draft_head import Project
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -19,6 +20,7 @@ from toolkit.tokenmap.token_map import TokenMap
 # Scores computed at once (rows times vocabulary): [M, V] of all rows would not fit into memory. And the fewest rows:
 # with fewer, reading the output matrix from memory would take most of the time.
 CHOICE_SCORES, LEAST_ROWS = 2**25, 128
+GPU_ROWS = 2048  # in place of both on a GPU
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Teacher:
     @torch.no_grad()
     def choice(self, hidden: torch.Tensor) -> torch.Tensor:
         """Target argmax [M] of final-normed states [M, H], computed in pieces."""
-        rows = max(CHOICE_SCORES // self.target.vocab_size, LEAST_ROWS)
+        rows = max(CHOICE_SCORES // self.target.vocab_size, LEAST_ROWS) if hidden.device.type == "cpu" else GPU_ROWS
         # The layer itself, because a quantised layer's product is the one that the target decodes with.
         return torch.cat([self.target.lm_head(part).max(-1).indices for part in hidden.split(rows)])
 
@@ -90,10 +92,11 @@ class Teacher:
         self, hidden: torch.Tensor, written: torch.Tensor | None = None, greedy: torch.Tensor | None = None
     ) -> TeacherRows:
         """Rows of final-normed states [M, H]. Where greedy [M] is true, written [M] is the target's argmax and is not
-        computed again: the product with the full output matrix is one of the most expensive of a step."""
+        computed again: the product with the full output matrix is one of the most expensive of a step. With `greedy` on
+        the host nothing waits for a GPU."""
         if written is None or greedy is None:
             choice = self.choice(hidden)
         else:
-            choice, open_rows = written.clone(), ~greedy
+            choice, open_rows = written.clone(), on_device((~greedy).nonzero().squeeze(-1), hidden.device)
             choice[open_rows] = self.choice(hidden[open_rows])
         return TeacherRows(hidden, choice, self.in_draft[choice], self.distribution)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.data.batches import on_device
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.block import BlockDraftHead
 from toolkit.heads.draft_head import DraftHead, Project
@@ -64,9 +65,9 @@ class TrainedHead(nn.Module):
         """Unroll the head, and compute loss and hits.
 
         draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
-        vocabulary lacks it. before [M]: the tokens at the teacher's positions, before the predicted ones; only a block
-        drafter needs them. The loss is sum_k weight_k * (sum of row losses) / denominators[k]; without a teacher it is
-        0, and only the hits are computed.
+        vocabulary lacks it. denominators [K]: on the host. before [M]: the tokens at the teacher's positions, before
+        the predicted ones; only a block drafter needs them. The loss is sum_k weight_k * (sum of row losses) /
+        denominators[k]; without a teacher it is 0, and only the hits are computed.
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
@@ -79,6 +80,7 @@ class TrainedHead(nn.Module):
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
         states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
+        planned = supervision.planned or supervision
         choice = draft_choice[rows]
         if block is not None:  # the token before the predicted one is that of the teacher's row
             assert before is not None, "a block drafter needs them"
@@ -88,11 +90,11 @@ class TrainedHead(nn.Module):
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
         assert denominators is not None, "a loss needs its denominators"
         kept = teacher.kept[rows]
-        weights = step_weights(self.head.config.kind, self.step_decay, count).to(kept.device) / denominators
-        factor = torch.repeat_interleave(weights, torch.tensor(counts, device=kept.device), output_size=len(rows))
+        weights = step_weights(self.head.config.kind, self.step_decay, count) / denominators
+        factor = on_device(torch.repeat_interleave(weights, torch.tensor(counts)), kept.device)
         if supervision.shares is not None:
             factor = factor * torch.cat(supervision.shares)
-        task = DraftLoss(self.loss, teacher, rows, choice, self.token_weight * factor * kept)
+        task = DraftLoss(self.loss, teacher, torch.cat(planned.rows), choice, self.token_weight * factor * kept)
         loss, losses, best = self.score(states, task)
         losses = self.token_weight * losses * kept
         if self.feature_weight:
@@ -105,7 +107,7 @@ class TrainedHead(nn.Module):
             loss = loss + (factor * F.binary_cross_entropy_with_logits(odds.float(), right, reduction="none")).sum()
         if supervision.shares is not None:
             losses = losses * torch.cat(supervision.shares)
-        by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators
+        by_step = torch.stack([part.sum() for part in losses.split(counts)]) / on_device(denominators, kept.device)
         return loss, by_step, list((best == choice).split(counts))
 
     def score(self, states: torch.Tensor, project: Project) -> Any:

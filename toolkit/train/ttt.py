@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
-from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward
+from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward, kernels_for
 
 
 class TTTAttention:
@@ -93,15 +93,8 @@ class MergedAttention(torch.autograd.Function):
         out, lse = causal_attention(q, keys[0], values[0], reach)
         ctx.reach = reach
         if len(keys) > 1:
-            grouped = q.unflatten(1, (keys[0].shape[1], -1))
-            own = _own_scores(grouped, keys[1:])
-            merged = torch.logsumexp(torch.stack((lse, *own)), dim=0)
-            total = out * (lse - merged).exp_().unsqueeze(-1)
-            total = total.view(grouped.shape)
-            for score, value in zip(own, values[1:], strict=True):
-                weight = (score - merged).exp_().view(grouped.shape[:-1])
-                total.addcmul_(weight.unsqueeze(-1), value.unsqueeze(2))
-            out, lse = total.flatten(1, 2), merged
+            kernels = kernels_for(q)
+            out, lse = (plain_merge if kernels is None else kernels.merge)(q, out, lse, keys[1:], values[1:])
         out = out.to(q.dtype)
         ctx.save_for_backward(q, out, lse, *keys_and_values)
         return out
@@ -111,19 +104,53 @@ class MergedAttention(torch.autograd.Function):
         q, out, lse, *keys_and_values = ctx.saved_tensors
         keys, values = _halves(keys_and_values)
         dq, dk, dv = causal_attention_backward(grad, q, keys[0], values[0], out, lse, ctx.reach)
-        grad_keys, grad_values = [dk.to(q.dtype)], [dv.to(q.dtype)]
-        if len(keys) > 1:
-            grouped, upstream, total = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, grad, dq))
-            upstream, total = upstream.to(lse.dtype), total.to(lse.dtype)
-            delta = (upstream * out.view(upstream.shape)).sum(-1)
-            for score, key, value in zip(_own_scores(grouped, keys[1:]), keys[1:], values[1:], strict=True):
-                weight = (score - lse).exp_().view(delta.shape)
-                change = (upstream * value.unsqueeze(2)).sum(-1).sub_(delta).mul_(weight).mul_(q.shape[-1] ** -0.5)
-                total.addcmul_(change.unsqueeze(-1), key.unsqueeze(2))
-                grad_keys.append((change.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
-                grad_values.append((weight.unsqueeze(-1) * upstream).sum(2).to(value.dtype))
-            dq = total.flatten(1, 2)
-        return dq.to(q.dtype), None, *grad_keys, *grad_values
+        dk, dv = dk.to(q.dtype), dv.to(q.dtype)
+        if len(keys) == 1:
+            return dq.to(q.dtype), None, dk, dv
+        kernels = kernels_for(q)
+        backward = plain_merge_backward if kernels is None else kernels.merge_backward
+        dq, own_keys, own_values = backward(grad, q, keys[1:], values[1:], out, lse, dq)
+        return dq.to(q.dtype), None, dk, *own_keys, dv, *own_values
+
+
+def plain_merge(
+    q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of the causal part, out [B, kv*G, L, hd] and lse [B, kv*G, L], with the keys and values of the later
+    steps, each [B, kv, L, hd]."""
+    grouped = q.unflatten(1, (keys[0].shape[1], -1))
+    own = _own_scores(grouped, keys)
+    merged = torch.logsumexp(torch.stack((lse, *own)), dim=0)
+    total = out * (lse - merged).exp_().unsqueeze(-1)
+    total = total.view(grouped.shape)
+    for score, value in zip(own, values, strict=True):
+        weight = (score - merged).exp_().view(grouped.shape[:-1])
+        total.addcmul_(weight.unsqueeze(-1), value.unsqueeze(2))
+    return total.flatten(1, 2), merged
+
+
+def plain_merge_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of q, keys and values. dq: of the causal part, to which that of the later steps is added. out, lse: of
+    all keys together."""
+    grad_keys, grad_values = [], []
+    grouped, upstream, total = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, grad, dq))
+    upstream, total = upstream.to(lse.dtype), total.to(lse.dtype)
+    delta = (upstream * out.view(upstream.shape)).sum(-1)
+    for score, key, value in zip(_own_scores(grouped, keys), keys, values, strict=True):
+        weight = (score - lse).exp_().view(delta.shape)
+        change = (upstream * value.unsqueeze(2)).sum(-1).sub_(delta).mul_(weight).mul_(q.shape[-1] ** -0.5)
+        total.addcmul_(change.unsqueeze(-1), key.unsqueeze(2))
+        grad_keys.append((change.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
+        grad_values.append((weight.unsqueeze(-1) * upstream).sum(2).to(value.dtype))
+    return total.flatten(1, 2), grad_keys, grad_values
 
 
 def _halves(keys_and_values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

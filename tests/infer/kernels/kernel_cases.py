@@ -29,6 +29,7 @@ from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask, root
 from toolkit.infer.request.draft_tree import without_padding
 from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
+from toolkit.train.ttt import plain_merge, plain_merge_backward
 
 # Bytes that a block can have, on the smallest GPUs that run what is compiled for these (sm_86 and sm_89 for sm_80).
 SHARED_MEMORY = {80: 101376, 90: 232448, 100: 232448}
@@ -686,7 +687,42 @@ def unrolled(case: Training) -> Callable[[Ops, Ops, str], None]:
     return compare
 
 
+def diagonals(case: Training, count: int) -> Callable[[Ops, Ops, str], None]:
+    """The own keys of each query; the reference is `plain_merge` and `plain_merge_backward` of the same in fp32."""
+
+    def compare(_kernels: Ops, _reference: Ops, device: str) -> None:
+        def tensor(heads: int) -> torch.Tensor:
+            return (randn(case.batch, case.length, heads, case.width) * 1.5).to(case.dtype).transpose(1, 2)
+
+        q, out, grad = (tensor(case.kv_heads * case.groups) for _ in range(3))
+        keys, values = ([tensor(case.kv_heads) for _ in range(count)] for _ in range(2))
+        lse, dq = randn(*q.shape[:3]), randn(*q.shape)
+        exact = [[one.float() for one in each] for each in (keys, values)]
+        wanted = plain_merge(q.float(), out.float(), lse, *exact)
+        given = wanted[0].to(case.dtype)
+        grads = plain_merge_backward(grad.float(), q.float(), *exact, given.float(), wanted[1], dq.clone())
+        from toolkit.train.triton_diagonals import merge, merge_backward
+
+        own = [[one.to(device) for one in each] for each in (keys, values)]
+        q, out, grad, lse, dq = (one.to(device) for one in (q, out, grad, lse, dq))
+        found = merge(q, out, lse, *own)
+        behind = merge_backward(grad, q, *own, given.to(device), wanted[1].to(device), dq)
+        close(behind[0].to(case.dtype).cpu(), grads[0], device == "cpu")
+        for mine, theirs in zip((*behind[1], *behind[2]), (*grads[1], *grads[2]), strict=True):
+            assert mine.dtype == case.dtype and mine.shape == theirs.shape
+            close((mine.cpu() / theirs.abs().max()).to(case.dtype), theirs / theirs.abs().max(), device == "cpu")
+        close(found[0].cpu(), wanted[0], device == "cpu")
+        close(found[1].cpu(), wanted[1], device == "cpu")
+
+    return compare
+
+
 FP32 = torch.float32
+DIAGONALS = (
+    (Training(2, 1, 3, 24, 9), 1),
+    (Training(1, 2, 4, 128, 70, BF16, compiled=True), 6),
+    (Training(2, 3, 1, 64, 40, compiled=True), 2),
+)
 UNROLLED = (
     Training(2, 1, 3, 16, 9),
     Training(1, 2, 4, 128, 150, BF16, compiled=True),
@@ -749,6 +785,7 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "top_log_probs": [(str(case), top(*case), case[1] in (4096, 9001, 128256)) for case in TOPS],
     "large_pool": [("more than 2^31 elements", in_a_large_pool, False)],
     "unrolled": [(str(case), unrolled(case), case.compiled) for case in UNROLLED],
+    "diagonals": [(str(case), diagonals(case, count), case.compiled) for case, count in DIAGONALS],
     "score_rows": [
         (f"{name} {case}", scoring(name, *case), case[1] == 9001)
         for name in ROW_LOSSES

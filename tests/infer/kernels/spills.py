@@ -27,7 +27,7 @@ catch_launches(launches)
 
 from toolkit.infer.kernels.dispatch import triton_ops  # noqa: E402
 from toolkit.infer.kernels.tree_reference import Beams, Candidates  # noqa: E402
-from toolkit.train import triton_attention, triton_loss  # noqa: E402
+from toolkit.train import triton_attention, triton_diagonals, triton_loss  # noqa: E402
 from toolkit.train.loss import ETA  # noqa: E402
 
 launched: set[str] = set()
@@ -106,7 +106,10 @@ def training(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     kv, groups, width = heads
     q, k = there(2, kv * groups, 2048, width, dtype=dtype), there(2, kv, 2048, width, dtype=dtype)
     triton_attention.attend(q, k, k)
-    triton_attention.attend_backward(q, q, k, k, q, there(2, kv * groups, 2048, dtype=FP32))
+    lse = there(2, kv * groups, 2048, dtype=FP32)
+    triton_attention.attend_backward(q, q, k, k, q, lse)
+    triton_diagonals.merge(q, q, lse, [k], [k])
+    triton_diagonals.merge_backward(q, q, [k], [k], q, lse, q.float())
 
 
 def losses(vocabulary: int, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ GROUPS = {
     "argmax": (5, 2),
     "top_log_probs": (5, 6),
 }
-TRAINING = {"score_rows": (15, 5), "unrolled": (9, 15)}
+TRAINING = {"score_rows": (15, 5), "unrolled": (9, 15), "diagonals": (3, 6)}
 ALL = {**GROUPS, "large_pool": (1, 0), **TRAINING}
 # Bytes of registers that a thread spills at most at shapes of real models, by kernel and dtype; 0 for the rest. They
 # may only fall. Compilers differ: these hold for Triton 3.6 and 3.9.
