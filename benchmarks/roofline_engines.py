@@ -86,6 +86,9 @@ class Sizes:
     longest: int
     rounds: int
     backend: str = "inductor"
+    whole_prompts: bool = (
+        True  # all in one step: with rows that start later, smaller rounds would be recorded on the way
+    )
 
     def room(self, subject: Subject, mode: Mode) -> int:
         """Tokens that an answer may get, all told."""
@@ -117,8 +120,8 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         graphs=graphs,
         forced=subject.forced,
     )
-    # All prompts in one step: with rows that start later, smaller rounds would be recorded on the way.
-    engine.scheduler.chunk = sizes.batch * sizes.longest
+    if sizes.whole_prompts:
+        engine.scheduler.chunk = sizes.batch * sizes.longest
     return engine
 
 
