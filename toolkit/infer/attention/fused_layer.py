@@ -128,6 +128,10 @@ class FusedLayers:
             if checked[type(layer)]:
                 self._calls[layer] = FusedLayer(layer, places[number], scoring, ops)
 
+    def multiplies(self, linear: nn.Module) -> bool:
+        """Whether the op `linear` may compute this layer: there are fused layers, and the layer is a plain one."""
+        return bool(self._calls) and _is_plain(linear)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: these layers run fused. Module hooks still fire."""
@@ -146,14 +150,17 @@ def _has_parts(layer: Any) -> bool:
         return False
     parts = [(layer.self_attn, OF_ATTENTION), (layer.mlp, OF_MLP)]
     linears: list[Any] = [getattr(owner, name, None) for owner, names in parts for name in names]
-    plain = all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in linears)
-    if not plain or any(one.bias is not None for one in linears[4:6]):
+    if not all(map(_is_plain, linears)) or any(one.bias is not None for one in linears[4:6]):
         return False
     of_heads = [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
     forms = [fused_form(norm) for norm in norms]
     biases = {one.bias is None for one in linears[:3]}
     return len(biases) == 1 and all(form is not None and form[1:] == (0.0, True) for form in forms)
+
+
+def _is_plain(linear: Any) -> bool:
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 class _Uncached:

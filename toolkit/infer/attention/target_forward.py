@@ -29,6 +29,7 @@ from toolkit.infer.attention.probe import PROBE, AttentionProbe
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates, RowStates, StateProbe, StateShape
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.targets.target import Target
@@ -111,6 +112,13 @@ class TargetForward:
             with keeping(states):
                 linear = {self._state_keyword: states, "cache_layers": self._cache_layers}
                 return self.states(input_ids, positions, attention_metadata=metadata, **linear)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden states [..., H] -> logits [..., V], by the device's product of few rows if it has one."""
+        target, head = self.target, self.target.lm_head
+        if not self._fused.multiplies(head):
+            return target.logits(hidden)
+        return target.finish_scores(ops_for(target.device.type).linear(hidden, head.weight, head.bias, None))
 
     def states(self, input_ids: Tensor, positions: Tensor, **keywords: Any) -> Tensor:
         """As `__call__`, with the attention that is set now; keywords: for the body's layers."""
@@ -208,7 +216,7 @@ class TargetForward:
             first += tokens
             if states is not None and first == parts[0]:
                 states.end_prompt([first])
-        return self.target.logits(torch.cat(hidden, dim=1))
+        return self.logits(torch.cat(hidden, dim=1))
 
 
 def _attention_configs(body: nn.Module) -> list[Any]:

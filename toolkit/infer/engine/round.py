@@ -93,7 +93,7 @@ def choose_tokens(
     context: RoundContext, rows: RoundRows, tree: DraftTree, hidden: Tensor, sampler: NodeSampler
 ) -> Choices:
     """The target's token at every node, [B, N]; hidden [B, N, H]. Logits of large batches are computed in parts."""
-    logits, nodes = context.forward.target.logits, nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
+    logits, nodes = context.forward.logits, nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
     positions = (rows.lengths + 1)[:, None] + tree.depths
     if nodes >= tree.nodes:
         return sampler(logits(hidden), positions, tree)

@@ -6,8 +6,8 @@
 Where N alone gives too few programs, `split` programs share a tile of outputs, each with a range of the inputs. Each
 stores its fp32 sums; the last to arrive adds them in ascending order of the ranges, so no result depends on timing.
 
-A row has the same bits beside any other rows: the tile is chosen by the weight's shape and dtype, rows that do not
-exist are 0, and a column of the matrix unit's result depends on its own column only.
+A row has the same bits beside any other rows, up to 16 and again from 17 on: the tile is chosen by the weight's shape
+and dtype, rows that do not exist are 0, and a column of the matrix unit's result depends on its own column only.
 
 Dependent launch (`pdl`): the next kernel of the stream may start while this one ends. It prefetches its first weights,
 which never change, and waits for all that came before it until it reads or writes anything else.
@@ -48,18 +48,24 @@ class Tile:
     ahead: int = 4
 
 
-# By (N, K, gated, bytes of a weight): where a tile was measured.
-MEASURED: dict[tuple[int, int, bool, int], Tile] = {}
+def tile_of(size: int, rows: int, itemsize: int) -> Tile:
+    """The tile of a weight [size, K] of `itemsize` bytes each for so many rows: the rule that an H100 measured fastest,
+    or within 5 % of it, for each product of Llama-3.1-8B and its head (benchmarks/products_gpu.py).
 
-
-def tile_of(size: int, width: int, gated: bool, itemsize: int) -> Tile:
-    """The tile of a weight [size, width] of `itemsize` bytes each: about two programs a processor, 64 KiB in flight."""
-    if found := MEASURED.get((size, width, gated, itemsize)):
-        return found
-    outputs, inputs, split = 64, 256 // itemsize, 1
-    while triton.cdiv(size, outputs) * split < 3 * PROCESSORS // 2 and width >= 8 * split * inputs:
-        split *= 2
-    return Tile(outputs, inputs, split)
+    Up to 16 rows narrow tiles, whose programs run all at once where there are few. More rows make x a larger part of
+    what a narrow tile reads: wide tiles, and parts of the sums where N gives too few programs.
+    """
+    if rows > 16:
+        split = 1
+        while triton.cdiv(size, 64) * split < 3 * PROCESSORS // 2 and split < 8:
+            split *= 2
+        return Tile(64, 256 // itemsize, split)
+    if triton.cdiv(size, 16) <= PROCESSORS // 2:
+        return Tile(32, 256 // itemsize, split=8, warps=2, stages=9 if itemsize == 2 else 6)
+    few = triton.cdiv(size, 16) <= 2 * PROCESSORS
+    if itemsize == 1:
+        return Tile(16, 512, warps=2, stages=5) if few else Tile(32, 512, warps=2, stages=4)
+    return Tile(16, 256, warps=2, stages=7) if few else Tile(16, 256, warps=1, stages=5)
 
 
 @triton.jit
@@ -171,7 +177,7 @@ def skinny_product(
     (count, width), (size, _) = x.shape, weight.shape
     assert count <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous(), (x.shape, x.stride(), weight.stride())
     assert residual is None or (residual.stride(1) == 1 and not gated)
-    tile = tile or tile_of(size, width, gated, weight.element_size())
+    tile = tile or tile_of(size, count, weight.element_size())
     out = torch.empty(count, size // 2 if gated else size, dtype=x.dtype, device=x.device)
     rows, tiles = 16 if count <= 16 else 32, triton.cdiv(size, tile.outputs)
     parts, arrived = _shared(x.device) if tile.split > 1 else (None, None)
