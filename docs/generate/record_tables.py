@@ -373,7 +373,42 @@ def rounds_gpu(record: Record) -> str:
                 for name, one in list(kernels["by_name"].items())[:LONGEST_KERNELS]
             )
             cells = (f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}", longest)
-        lines.append((row["how"], str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *cells))
+        how = f"{row['variant']}, {row['how']}" if "variant" in row else row["how"]
+        lines.append((how, str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *cells))
+    return table(header, lines)
+
+
+def products_gpu(record: Record) -> str:
+    """The fastest product of each shape and number of rows, beside cuBLAS."""
+    ways = ("cublas", "cublas+", "ours", "dependent")
+    header = ("product", "bytes a weight", "rows", *(f"`{way}`, us" for way in ways), "TB/s of the last")
+    found: dict[tuple[str, int, int], dict[str, Row]] = {}
+    for row in record["rows"]:
+        found.setdefault((row["shape"], row["itemsize"], row["rows"]), {})[row["what"]] = row
+    lines = []
+    for (shape, size, rows), by_way in found.items():
+        cells = (f"{1e6 * by_way[way]['seconds']:.1f}" if way in by_way else NONE for way in ways)
+        last = by_way.get("dependent")
+        share = NONE if last is None else decimal(1e-12 * last["bytes_per_s"])
+        lines.append((shape, str(size), str(rows), *cells, share))
+    return table(header, lines)
+
+
+def training_gpu(record: Record) -> str:
+    """A step of training by part, at a shape of eight billion parameters."""
+    parts = ("target", "labels", "head", "loss", "backward", "optimizer")
+    header = ("row", "ms a step", *(f"{part}, ms" for part in parts), "tokens/s", "of the peak", "GB")
+    lines = (
+        (
+            row["row"],
+            f"{1e3 * row['seconds_per_step']:.0f}",
+            *(f"{1e3 * row['parts'][part]:.0f}" for part in parts),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{100 * row['share_of_peak']:.0f} %",
+            decimal(1e-9 * row["peak_memory_bytes"], 1),
+        )
+        for row in record["rows"]
+    )
     return table(header, lines)
 
 
