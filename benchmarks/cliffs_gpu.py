@@ -41,7 +41,7 @@ from toolkit.infer.verify.forced import ForcedAcceptance
 Group = tuple[str, int, dict[str, tuple[Any, ...]]]
 HOT, DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 7}, "temperature 0.8, top_p 0.95"
 EIGHT, SPREAD = (1,) * 8, tuple(0.125 + 3.875 * one / 15 for one in range(16))
-# Engines: part, contexts it has room for, cases: contexts of the prompts, settings of all requests, and of the first one.
+# Engines: part, contexts it has room for, cases: contexts of the prompts, settings of all requests and of the first.
 GROUPS: tuple[Group, ...] = (
     ("rounds", 1, {"greedy": (EIGHT, {}), "one with log-probabilities": (EIGHT, {}, {"logprobs": 5}),
                    "one with a penalty": (EIGHT, {}, {"repetition_penalty": 1.05}), DRAWN: (EIGHT, HOT)}),
