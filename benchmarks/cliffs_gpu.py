@@ -8,8 +8,8 @@ rounds    eight greedy requests, one of them with log-probabilities or a penalty
           behind long prompts; sixteen
 prefill   prompts of 1/4, 2 and 16 contexts, and sixteen of 1/8 to 4; the engine's own chunks, no prefix cache
 
-What decides most comes first. A row that fails or lasts too long costs itself alone: its engine is opened again.
-Writes benchmarks/results/cliffs-<target>-<hardware>.json.
+A row that fails or lasts too long costs itself alone: its engine is opened again. Writes
+benchmarks/results/cliffs-<target>-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 from results_folder import leave
-from rich.console import Console
-from rich.table import Table
 from roofline_engines import SETTLING, Mode, Sizes, open_mode
 from roofline_measure import again
 from roofline_targets import FORCED, Subject
@@ -43,8 +41,7 @@ from toolkit.infer.verify.forced import ForcedAcceptance
 Group = tuple[str, int, dict[str, tuple[Any, ...]]]
 HOT, DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 7}, "temperature 0.8, top_p 0.95"
 EIGHT, SPREAD = (1,) * 8, tuple(0.125 + 3.875 * one / 15 for one in range(16))
-# Engines: the part of each, the contexts that it has room for, and its cases: contexts of the prompts, settings of all
-# requests, settings of the first. Other cases are compared with the first one.
+# Engines: part, contexts it has room for, cases: contexts of the prompts, settings of all requests and of the first.
 GROUPS: tuple[Group, ...] = (
     ("rounds", 1, {"greedy": (EIGHT, {}), "one with log-probabilities": (EIGHT, {}, {"logprobs": 5}),
                    "one with a penalty": (EIGHT, {}, {"repetition_penalty": 1.05}), DRAWN: (EIGHT, HOT)}),
@@ -54,8 +51,7 @@ GROUPS: tuple[Group, ...] = (
     ("prefill", 20, {"1/4": ((0.25,), {}), "2": ((2,), {}), "16 mixed": (SPREAD, {}), "16": ((16,), {})}),
 )  # fmt: skip
 SHAPES, LIMIT = (DraftShape.parse("3,1,4"), None), 30  # seconds of a row
-# Stated before the first run, in seconds: rounds of one request; keys and values of a token at 3.1 TB/s; its 15e9
-# operations at 0.5e15 a second.
+# Predictions, seconds: a round of one request; keys and values of a token at 3.1 TB/s; its 15e9 operations at 0.5e15/s.
 AIMS, KEYS, READ = {"plain": 5.7e-3, "chain 3": 6.5e-3}, 131072 / 3.1e12, 3e-5
 DEFINITIONS = {
     "seconds": "median of turns. rounds: of one, host included; prefill: from the requests to the last first token",
@@ -137,10 +133,10 @@ class Cliffs:
         for case, (lengths, every, *first) in cases.items():
             counts, left = [int(length * self.args.context) for length in lengths], ends - time.perf_counter()
             row: dict[str, Any] = {"part": part, "case": case, "batch": len(counts), "shape": drafts}
-            name = ", ".join(map(str, row.values()))
+            name, more = ", ".join(map(str, row.values())), 1.05 if every or first else 1
             row |= {"tokens": sum(counts), "ttft": None, "accept_length": None, "predicted": None}
             if self.args.target == "llama":
-                row["predicted"] = (aim + token * sum(counts)) * (1.05 if every or first else 1)
+                row["predicted"] = (aim + token * sum(counts)) * more
             try:
                 assert left > 1, "no time left"
                 signal.setitimer(signal.ITIMER_REAL, min(LIMIT, left))
@@ -160,17 +156,6 @@ class Cliffs:
             yield {**row, "over": row["seconds"] / base}
         if engine is not None:
             engine.close()
-
-
-def show(found: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table("part", "case", "batch", "shape", "ms", "predicted", "over", "tokens/s", "ttft, ms", title=title)
-    for row in found:
-        took, aim, wait = (
-            "-" if row[key] is None else f"{1e3 * row[key]:.2f}" for key in ("seconds", "predicted", "ttft")
-        )
-        cells = row["part"], row["case"], str(row["batch"]), row["shape"], took, aim
-        table.add_row(*cells, f"{row['over']:.2f}", f"{row['tokens_per_s']:.0f}", wait)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -200,7 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for group in (one for one in GROUPS if one[0] == part):
             for shape in SHAPES:
                 found += cliffs.rows(group, shape, ends)
-    show(found, f"{cliffs.subject.name}; {cliffs.subject.acceptance}")
+    print(f"{cliffs.subject.name}; ms, predicted ms, ms to the first token, times the engine's first case, tokens/s")
+    for row in found:
+        times = "".join(f"{1e3 * (row[key] or 0):10.2f}" for key in ("seconds", "predicted", "ttft"))
+        name = f"{row['part']:8} {row['case']:28} {row['batch']:3} {row['shape']:8}"
+        print(f"{name}{times}{row['over']:8.2f}{row['tokens_per_s']:10.1f}")
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     more = {"left_out": cliffs.left_out, "definitions": DEFINITIONS}
     leave(make_record("cliffs", ["python", *sys.argv], settings, found, **more), f"cliffs-{args.target}", args.out)

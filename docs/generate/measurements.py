@@ -333,10 +333,10 @@ SECTIONS = (
         "How fast does our kernel read the weights of a product of few rows, beside cuBLAS?",
         "products-*.json",
         tables.products_gpu,
-        text="Shapes of Llama-3.1-8B and of its draft head, by the fastest tile of each; weights rotate through 1.5 GB, "
-        "launches are recorded. *cublas*: the product alone; *cublas+*: with the operations that follow, one kernel "
-        "each; *ours*: they are part of the product; *dependent*: also launched before the last kernel is over. A chain "
-        "is the products of 32 layers, each with its own weights. One byte a weight: float8.",
+        text="Shapes of Llama-3.1-8B and of its draft head, by the fastest tile of each; weights rotate through 1.5 "
+        "GB, launches are recorded. *cublas*: the product alone; *cublas+*: with the operations that follow, one "
+        "kernel each; *ours*: they are part of the product; *dependent*: also launched before the last kernel is "
+        "over. A chain is the products of 32 layers, each with its own weights. One byte a weight: float8.",
         command="python benchmarks/products_gpu.py",
     ),
     Section(

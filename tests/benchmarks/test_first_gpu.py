@@ -21,7 +21,7 @@ from toolkit.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "first_gpu.sh"
-STEPS = [str(number) for number in range(9)]
+STEPS = [str(number) for number in range(10)]
 # Notes how it was called, and does nothing. `import torch` succeeds as on a machine with a GPU.
 NOTES = '#!/usr/bin/env bash\nprintf "%q " "$@" >> "$NOTED"; echo >> "$NOTED"\n'
 
@@ -30,11 +30,12 @@ NOTES = '#!/usr/bin/env bash\nprintf "%q " "$@" >> "$NOTED"; echo >> "$NOTED"\n'
 def calls(tmp_path, monkeypatch):
     """What first_gpu.sh runs with these arguments on a machine with a GPU, each as a list of words; its status."""
     shutil.copytree(ROOT / "benchmarks", tmp_path / "clone" / "benchmarks")
-    python, demo = tmp_path / "python", tmp_path / "clone" / ".gpu" / "demo"
+    python = tmp_path / "python"
     python.write_text(NOTES)
     python.chmod(0o755)
-    demo.mkdir(parents=True)
-    (demo / "part-00").touch()
+    for number in (1, 2):
+        (tmp_path / "clone" / ".gpu" / f"demo-{number}").mkdir(parents=True)
+        (tmp_path / "clone" / ".gpu" / f"demo-{number}" / f"part-0{number - 1}").touch()
     for name, text in {"test_here": "ON_GPU = pytest.mark.gpu", "test_elsewhere": ""}.items():
         (tmp_path / "clone" / "tests").mkdir(exist_ok=True)
         (tmp_path / "clone" / "tests" / f"{name}.py").write_text(text)
@@ -55,19 +56,19 @@ def test_every_call_is_one_that_its_script_takes(calls, script) -> None:
     lines, done = calls(*STEPS)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     ours = [line for line in lines if line[0].startswith("benchmarks/")]
-    measuring = ("rounds_gpu", "training_gpu", "engine_gpu", "kernels_gpu", "gpu_probe", "deterministic")
+    measuring = ("rounds_gpu", "cliffs_gpu", "training_gpu", "engine_gpu", "kernels_gpu", "gpu_probe", "deterministic")
     parsers = {name: script(name).arguments for name in measuring}
     for path, *options in ours:
         if (name := Path(path).stem) in parsers:
             parsers[name]().parse_args(options)
     names = [Path(line[0]).stem for line in ours]
-    assert set(names) == {*parsers, "carried_wheels"} and names.count("rounds_gpu") == 4
-    pipeline, acceptance = (line[2:] for line in lines if line[:2] == ["-m", "toolkit"])
-    args = command_parser(pipeline[0])[1](pipeline[1:])
-    assert load_recipe(ROOT / args.recipe, args.overrides).bench.limit == 12
-    assert command_parser(acceptance[0])[1](acceptance[1:]).limit == 16
+    assert set(names) == {*parsers, "products_gpu", "carried_wheels"} and names.count("rounds_gpu") == 3
+    benches = [command_parser(line[2])[1](line[3:]) for line in lines if line[:2] == ["-m", "toolkit"]]
+    assert [getattr(args, "dtype", None) for args in benches] == ["float32", None, None], "the second compares"
+    short = re.search(r"^SHORT_RUN=\((.*)\)", SCRIPT.read_text(encoding="utf-8"), re.M)
+    assert short and load_recipe(ROOT / "recipes" / "smollm2-135m.yaml", short[1].split()).prompts.synthesize == 160
     records = [line[line.index("--out") + 1] for line in lines if "--out" in line]
-    assert len(set(records)) == len(records) == 10, "no record replaces another"
+    assert len(set(records)) == len(records) == 12, "no record replaces another"
 
 
 def test_files_and_tests_that_it_names_exist(calls) -> None:
@@ -89,7 +90,7 @@ def test_a_failure_is_told_at_the_end_and_triton_s_is_remembered(calls, tmp_path
     broken = 'case "$1" in *gpu_probe.py) echo "FAILED a Triton kernel ImportError";; *rounds_gpu.py) exit 7;; esac\n'
     python.write_text(NOTES + broken)
     lines, done = calls("0", "3", "5")
-    assert done.returncode == 1 and done.stderr.count("FAILED: ") == 4
+    assert done.returncode == 1 and done.stderr.count("FAILED: ") == 3
     assert lines[-1][0].endswith("kernels_gpu.py"), "the calls after a failed one run"
     assert "go without it" in done.stdout and "without Triton" not in done.stdout
     assert "without Triton" in calls("0")[1].stdout
@@ -107,7 +108,7 @@ def test_it_ends_without_a_gpu(calls, tmp_path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it would be measured")
-@pytest.mark.parametrize("name", ["rounds_gpu", "training_gpu", "gpu_probe"])
+@pytest.mark.parametrize("name", ["rounds_gpu", "cliffs_gpu", "training_gpu", "gpu_probe"])
 def test_the_scripts_refuse_without_a_gpu(script, monkeypatch, capsys, tmp_path, name) -> None:
     out, module = tmp_path / "record.json", script(name)
     monkeypatch.setattr(module, "IMPORTED", (), raising=False)
@@ -128,6 +129,25 @@ def test_rounds_are_measured_in_every_way(script, tmp_path, capsys) -> None:
         assert row["accept_length"] == (None if row["shape"] == "plain" else 3)
         assert row["kernels"]["count"] > 50 and row["kernels"]["by_name"] and row["compiled"]["count"] == 0
     assert "kernels a round" in table and {"triton", "cuda"} <= record["versions"].keys()
+
+
+def test_a_row_that_fails_costs_itself(script, tmp_path, monkeypatch) -> None:
+    """The others of its engine are measured, and the record says why it has no row."""
+    module, out = script("cliffs_gpu"), tmp_path / "record.json"
+    monkeypatch.setattr(module, "GROUPS", (module.GROUPS[0], module.GROUPS[-1]))
+    own = module.Cliffs.rounds
+
+    def rounds(cliffs, engine, counts, every, **first):
+        assert "logprobs" not in first, "a cliff"
+        return own(cliffs, engine, counts, every, **first)
+
+    monkeypatch.setattr(module.Cliffs, "rounds", rounds)
+    line = "--device cpu --target tiny --context 20 --rounds 2 --turns 1"
+    assert module.main([*line.split(), "--out", str(out)]) == 0
+    record = read_record(out, "cliffs")
+    cases = [row["case"] for row in record["rows"] if row["shape"] == "plain"]
+    assert cases == ["greedy", "one with a penalty", module.DRAWN, "1/4", "2", "16 mixed", "16"]
+    assert len(record["left_out"]) == 2 and all("a cliff" in why for why in record["left_out"].values())
 
 
 def test_compilations_are_counted(script) -> None:
