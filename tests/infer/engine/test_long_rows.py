@@ -29,7 +29,7 @@ def long_target():
 
 
 class PageSums:
-    """A sum for each whole page of the running rows, in the target's caches and the head's. Pages of one text have
+    """A sum for each whole page of the rows, in the target's caches and the head's. Pages of one text have
     one sum, in whatever row they are, and it stays: `check` raises AssertionError otherwise."""
 
     def __init__(self, engine: Engine) -> None:
@@ -42,9 +42,11 @@ class PageSums:
         self._sums: list[Tensor] = []  # by number: of every store
 
     def check(self) -> None:
-        for row, request in enumerate(self._engine._running):
+        reading = self._engine.scheduler.reading
+        for row, request in enumerate([*self._engine._running, *([] if reading is None else [reading])]):
             text = request.prompt_ids + request.output_ids
-            whole = min(len(text) - 1, self._engine.drafter.positions_read(row, request)) // PAGE_SIZE
+            read = self._engine.drafter.positions_read(row, request) if request.ready else request.n_read
+            whole = min(len(text) - 1, read) // PAGE_SIZE
             found, numbers = self._of_pages(self._engine._cache.pool.tables[row][:whole]), [-1]
             for page, sums in enumerate(found):  # the head's entries depend on the next token too
                 key = (numbers[-1], *text[page * PAGE_SIZE : (page + 1) * PAGE_SIZE + 1])
