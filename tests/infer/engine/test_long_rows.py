@@ -18,14 +18,18 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
-MOST = 120  # tokens of an answer
+MOST = 100  # tokens of an answer
 LONG = KEPT_PAGES * PAGE_SIZE
 SHAPES = {"chain": "4,1,5", "tree": "3,3,8", "oracle": "4,3,13"}
 
 
 @pytest.fixture(scope="module")
 def long_target():
-    return build_small_target(max_context=8192)
+    """It hardly ever ends an answer: the logit of its stop id is always 0."""
+    target = build_small_target(max_context=8192)
+    with torch.no_grad():
+        target.lm_head.weight[0] = 0
+    return target
 
 
 class PageSums:
@@ -117,7 +121,7 @@ def test_random_traffic_of_long_rows(long_target, reference, oracle, kind, seed,
             requests.append(engine.add_request(left.pop(), params_of(chance.choice((3, 24, MOST)))))
         if chance.random() < 0.02 and engine._running:
             engine.abort(chance.choice(engine._running))
-        if chance.random() < 0.04 and len(engine._running) > 1:
+        if chance.random() < 0.02 and len(engine._running) > 1:
             with torch.inference_mode():  # pages that run out come to the same, but seldom
                 engine._change_rows(engine.scheduler._preempt)
         engine.step()
