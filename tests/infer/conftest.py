@@ -234,7 +234,7 @@ def reference() -> Callable[[Target, Sequence[int], int], list[int]]:
     return ask
 
 
-def build_small_target() -> Target:
+def build_small_target(max_context: int = 256) -> Target:
     """A target of 24 tokens: even an untrained head is often right there."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -244,7 +244,7 @@ def build_small_target() -> Target:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=max_context,
         eos_token_id=0,
         bos_token_id=1,
         pad_token_id=0,

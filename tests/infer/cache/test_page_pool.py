@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from toolkit.infer.cache import page_pool
 from toolkit.infer.cache.page_pool import PagePool
 
 
@@ -76,8 +77,11 @@ def test_scattered_padding_goes_to_the_page_that_is_never_read():
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_random_traffic_keeps_every_page(contiguous):
-    """2,000 random operations: integrity after each, the texts where they belong, nothing held in the end."""
+@pytest.mark.parametrize("kept", [2, 64])
+def test_random_traffic_keeps_every_page(contiguous, kept, monkeypatch):
+    """2,000 random operations: integrity after each, the texts where they belong, nothing held in the end. Rows of up
+    to 6 pages are longer or shorter than what a released row keeps."""
+    monkeypatch.setattr(page_pool, "KEPT_PAGES", kept)
     chance = random.Random(3)
     pool = PagePool(4, 60, capacity=17, contiguous=contiguous, page_size=10)
     store = Recorder(pool)

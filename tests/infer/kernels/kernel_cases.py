@@ -123,6 +123,7 @@ CAUSAL = [
     Attention(2, 4, 128, (1, 70), 40, BF16, page_size=32, sinks=True, compiled=True),
     Attention(1, 1, 64, (50, 0), 1, window=1, page_size=2),  # sees itself only
     Attention(2, 3, 64, (21, 0), 20, FP16),
+    Attention(1, 2, 32, (250, 700, 3), 6),  # one part, three parts and parts without keys
 ]
 TREES = [
     Attention(4, 1, 64, (0, 5, 37), 1, nodes=1, page_size=4, compiled=True),  # decoding; one row begins with nothing
@@ -139,6 +140,8 @@ TREES = [
     Attention(2, 2, 24, (8, 17), 5, nodes=9, value_width=12, page_size=4),
     Attention(1, 3, 64, (2, 30), 128, nodes=130),
     Attention(2, 4, 128, (19, 1), 9, FP16, nodes=9),
+    Attention(1, 2, 32, (700, 250, 3), 5, nodes=7),  # several parts of the committed keys
+    Attention(1, 2, 32, (700, 3), 5, nodes=5, window=400),
     # Trees of every size around a tile's and a block's, two ragged rows.
     *(Attention(1, 2, 16, (5, 18), n, nodes=n, page_size=4) for n in (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64)),
 ]

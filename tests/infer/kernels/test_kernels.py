@@ -23,8 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 GROUPS = {
     "write_kv": (6, 1),
     "compact": (4, 2),
-    "attend_causal": (13, 5),
-    "attend_tree": (26, 8),
+    "attend_causal": (14, 5),
+    "attend_tree": (28, 8),
     "attend_paths": (10, 4),
     "product": (5, 3),
     "follow_choices": (8, 1),

@@ -106,13 +106,7 @@ class PagePool:
 
     def release(self, row: int) -> None:
         """Drop all pages of the row."""
-        table = self.tables[row]
-        for page in table:
-            self.drop(page)
-        if self.contiguous and len(table) > KEPT_PAGES:
-            for store in self._stores:
-                store.forget_pages(table[KEPT_PAGES], len(table) - KEPT_PAGES)
-        self.tables[row] = []
+        self._forget(self._vacate(row))
 
     def move(self, destination: int, source: int) -> None:
         """Move the pages of row `source` to the empty row `destination`; contiguous pages are copied."""
@@ -122,10 +116,23 @@ class PagePool:
         if not self.contiguous:
             self.tables[destination], self.tables[source] = self.tables[source], []
             return
-        pages = self.tables[source]
-        self.release(source)
+        pages = self._vacate(source)  # first: there may be no room to hold the pages of both rows
         self.grow(destination, len(pages) * self.page_size)
         self._copy(self.tables[destination], pages)
+        self._forget(pages)
+
+    def _vacate(self, row: int) -> list[int]:
+        """Drop the pages of the row, whose content remains, and return their numbers."""
+        table, self.tables[row] = self.tables[row], []
+        for page in table:
+            self.drop(page)
+        return table
+
+    def _forget(self, pages: Sequence[int]) -> None:
+        """Let the memory of a vacated contiguous row return to the system, all but its first pages."""
+        if self.contiguous and len(pages) > KEPT_PAGES:
+            for store in self._stores:
+                store.forget_pages(pages[KEPT_PAGES], len(pages) - KEPT_PAGES)
 
     # -- shared prefixes -----------------------------------------------------------------------------------------------
 
