@@ -35,12 +35,12 @@ GROUPS = {
     "linear": (2, 0),
     "gated_linear": (1, 0),
     "scaled_product": (2, 1),
-    "least_kept": (3, 1),
-    "draw": (3, 1),
+    "least_kept": (4, 3),
+    "draw": (4, 2),
     "uniform": (3, 1),
     "grow_beams": (4, 5),
     "rank_candidates": (8, 4),
-    "argmax": (5, 2),
+    "argmax": (5, 4),
     "top_log_probs": (5, 6),
 }
 TRAINING = {"score_rows": (15, 5), "unrolled": (9, 15), "diagonals": (3, 6)}

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.infer.kernels.triton.launch import dependent, wait_for_earlier
+
 CHUNK = 4096  # logits per load
 
 
@@ -85,22 +87,38 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _argmax_rows(logits, ids, row_stride, vocabulary, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, block)
-    best = tl.full((block,), float("-inf"), tl.float32)
-    # A lane whose logits are all -inf keeps its first id, so a tie of -inf goes to the lowest id too.
-    at = lanes
-    for start in range(0, vocabulary, block):
-        here = start + lanes
-        # Convert to fp32 right after the load: Triton's interpreter computes wrong results in bf16.
-        values = tl.load(logits + row * row_stride + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
-        better = values > best
-        best = tl.where(better, values, best)
-        at = tl.where(better, here, at)
-    top = tl.max(best, axis=0)
-    lowest = tl.min(tl.where(best == top, at, vocabulary - 1), axis=0)
-    tl.store(ids + row, lowest.to(tl.int64))
+def _best_of_parts(logits, peaks, ids, row_stride, vocabulary, block: tl.constexpr, pdl: tl.constexpr):
+    wait_for_earlier(pdl)
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    here = part * block + tl.arange(0, block)
+    # Convert to fp32 right after the load: Triton's interpreter computes wrong results in bf16.
+    values = tl.load(logits + row * row_stride + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+    peak = tl.max(values, axis=0)
+    tl.store(peaks + row * parts + part, peak)
+    # A tie of -inf goes to the lowest id too.
+    tl.store(ids + row * parts + part, tl.min(tl.where(values == peak, here, vocabulary - 1), axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _best_of_rows(peaks, ids, best, parts, wide: tl.constexpr, pdl: tl.constexpr):
+    wait_for_earlier(pdl)
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
+    peak = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
+    first = tl.min(tl.where((peak == tl.max(peak, axis=0)) & (part < parts), part, wide - 1), axis=0)
+    tl.store(best + row, tl.load(ids + row * parts + first))
+
+
+def best_of_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Logits [R, V] -> the largest of each `block` tokens in fp32 and its id in int64, [R, S]; as `argmax`."""
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, block)
+    peaks, ids = (torch.empty(rows, parts, dtype=kind, device=logits.device) for kind in (torch.float32, torch.long))
+    if rows:
+        _best_of_parts[(rows, parts)](
+            logits, peaks, ids, logits.stride(0), vocabulary, block=block, num_warps=8, **dependent(logits)
+        )
+    return peaks, ids
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -108,7 +126,13 @@ def argmax(logits: Tensor) -> Tensor:
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
-    ids = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-    if len(rows):
-        _argmax_rows[(len(rows),)](rows, ids, rows.stride(0), rows.shape[1], block=CHUNK)
+    peaks, ids = best_of_parts(rows, CHUNK)
+    parts = peaks.shape[1]
+    if parts > 1:
+        best = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        if len(rows):
+            _best_of_rows[(len(rows),)](
+                peaks, ids, best, parts, wide=triton.next_power_of_2(parts), num_warps=1, **dependent(rows)
+            )
+        ids = best
     return ids.view(logits.shape[:-1])
