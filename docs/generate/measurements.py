@@ -324,7 +324,7 @@ SECTIONS = (
         tables.rounds_gpu,
         text="*their ms*: the sum of the kernels' times; the rest of a round passes between them. Names that begin "
         "with `nvjet`, and `splitKreduce`, are cuBLAS's products; a name is cut, so it may stand for several kernels. "
-        "*apart*: transformers' layers; *fused*: ours, with cuBLAS's products; *skinny*: with our products of up to 32 "
+        "*apart*: transformers' layers; *fused*: ours, with cuBLAS's products; *skinny*: with our products of few "
         "rows; *dependent*: also launched before the last kernel is over, so that the kernels' times contain waiting.",
         command="python benchmarks/rounds_gpu.py --kernels",
     ),
@@ -333,10 +333,10 @@ SECTIONS = (
         "How fast does our kernel read the weights of a product of few rows, beside cuBLAS?",
         "products-*.json",
         tables.products_gpu,
-        text="Shapes of Llama-3.1-8B and of its draft head, by the fastest tile of each; weights rotate through 1.5 "
-        "GB, launches are recorded. *cublas*: the product alone; *cublas+*: with the operations that follow, one "
-        "kernel each; *ours*: they are part of the product; *dependent*: also launched before the last kernel is "
-        "over. A chain is the products of 32 layers, each with its own weights. One byte a weight: float8.",
+        text="Shapes of `Llama-3.1-8B` and of its draft head, by the fastest tile of each; weights rotate through more "
+        "than the card's caches hold, launches are recorded. *cublas*: the product alone; *cublas+*: with the operations "
+        "that follow, one kernel each; *ours*: they are part of the product; *dependent*: also launched before the last "
+        "kernel is over. A chain is the products of all layers, each with its own weights. One byte a weight: float8.",
         command="python benchmarks/products_gpu.py",
     ),
     Section(
@@ -344,11 +344,10 @@ SECTIONS = (
         "What does a step of training cost at the shape of a model of eight billion parameters, and where does it go?",
         "training-gpu-*.json",
         tables.training_gpu,
-        text="4,096 tokens, seven unrolled steps, random weights, fused AdamW, no DeepSpeed. *before*: pieces of 2^23 "
-        "logits in the loss; *pieces 2^28*: larger pieces; *automatic*: also the diagonals of the attention in one "
-        "kernel each way; *padded*, *packed*: eight ragged texts, one or several a row; *compiled*: the head's layer; "
-        "*torch*: plain torch in place of all kernels; *target compiled*: the target's layers too. *Of the peak*: of "
-        "989 TFLOP/s.",
+        text="Random weights, seven unrolled steps, fused AdamW, no DeepSpeed. *before*: pieces of `2^23` logits in the "
+        "loss; *pieces*: larger ones; *automatic*: also the diagonals of the attention in one kernel each way; *padded*, "
+        "*packed*: eight ragged texts, one or several a row; *compiled*: the head's layer; *torch*: plain torch in place "
+        "of all kernels; *target compiled*: the target's layers too. *Of the peak*: of `989 TFLOP/s`.",
         command="python benchmarks/training_gpu.py",
     ),
     Section(

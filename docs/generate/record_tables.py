@@ -405,7 +405,7 @@ def training_gpu(record: Record) -> str:
             *(f"{1e3 * row['parts'][part]:.0f}" for part in parts),
             f"{row['tokens_per_s']:,.0f}",
             f"{100 * row['share_of_peak']:.0f} %",
-            decimal(1e-9 * row["peak_memory_bytes"], 1),
+            f"{1e-9 * row['peak_memory_bytes']:.0f}",
         )
         for row in record["rows"]
     )
