@@ -334,9 +334,10 @@ SECTIONS = (
         "products-*.json",
         tables.products_gpu,
         text="Shapes of `Llama-3.1-8B` and of its draft head, by the fastest tile of each; weights rotate through more "
-        "than the card's caches hold, launches are recorded. *cublas*: the product alone; *cublas+*: with the operations "
-        "that follow, one kernel each; *ours*: they are part of the product; *dependent*: also launched before the last "
-        "kernel is over. A chain is the products of all layers, each with its own weights. One byte a weight: float8.",
+        "than the card's caches hold, launches are recorded. *cublas*: the product alone; *cublas+*: with the "
+        "operations that follow, one kernel each; *ours*: they are part of the product; *dependent*: also launched "
+        "before the last kernel is over. A chain is the products of all layers, each with its own weights. One byte a"
+        " weight: float8.",
         command="python benchmarks/products_gpu.py",
     ),
     Section(
@@ -345,9 +346,9 @@ SECTIONS = (
         "training-gpu-*.json",
         tables.training_gpu,
         text="Random weights, seven unrolled steps, fused AdamW, no DeepSpeed. *before*: pieces of `2^23` logits in the "
-        "loss; *pieces*: larger ones; *automatic*: also the diagonals of the attention in one kernel each way; *padded*, "
-        "*packed*: eight ragged texts, one or several a row; *compiled*: the head's layer; *torch*: plain torch in place "
-        "of all kernels; *target compiled*: the target's layers too. *Of the peak*: of `989 TFLOP/s`.",
+        "loss; *pieces*: larger ones; *automatic*: also the diagonals of the attention in one kernel each way; "
+        "*padded*, *packed*: eight ragged texts, one or several a row; *compiled*: the head's layer; *torch*: plain "
+        "torch in place of all kernels; *target compiled*: the target's layers too. *Of the peak*: of `989 TFLOP/s`.",
         command="python benchmarks/training_gpu.py",
     ),
     Section(

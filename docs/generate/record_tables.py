@@ -401,8 +401,8 @@ def training_gpu(record: Record) -> str:
     lines = (
         (
             row["row"],
-            f"{1e3 * row['seconds_per_step']:.0f}",
-            *(f"{1e3 * row['parts'][part]:.0f}" for part in parts),
+            f"{1e3 * row['seconds_per_step']:.1f}",
+            *(f"{1e3 * row['parts'][part]:.1f}" for part in parts),
             f"{row['tokens_per_s']:,.0f}",
             f"{100 * row['share_of_peak']:.0f} %",
             f"{1e-9 * row['peak_memory_bytes']:.0f}",
