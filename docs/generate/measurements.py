@@ -345,8 +345,8 @@ SECTIONS = (
         "What does a step of training cost at the shape of a model of eight billion parameters, and where does it go?",
         "training-gpu-*.json",
         tables.training_gpu,
-        text="Random weights, seven unrolled steps, fused AdamW, no DeepSpeed. *before*: pieces of `2^23` logits in the "
-        "loss; *pieces*: larger ones; *automatic*: also the diagonals of the attention in one kernel each way; "
+        text="Random weights, seven unrolled steps, fused AdamW, no DeepSpeed. *before*: pieces of `2^23` logits in "
+        "the loss; *pieces*: larger ones; *automatic*: also the diagonals of the attention in one kernel each way; "
         "*padded*, *packed*: eight ragged texts, one or several a row; *compiled*: the head's layer; *torch*: plain "
         "torch in place of all kernels; *target compiled*: the target's layers too. *Of the peak*: of `989 TFLOP/s`.",
         command="python benchmarks/training_gpu.py",
