@@ -14,6 +14,7 @@ from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
 from toolkit.targets.features import Capture, TargetFeatures, target_features
 from toolkit.targets.target import Target
+from toolkit.train.fused_target import FusedTarget
 
 
 class OnlineFeatures:
@@ -21,10 +22,12 @@ class OnlineFeatures:
 
     def __init__(self, target: Target, capture: Capture) -> None:
         self.target, self.capture = target, capture
+        self._fused = FusedTarget(target)
 
     def __call__(self, batch: Batch) -> TargetFeatures:
         batch = batch.to(self.target.device)
-        return target_features(self.target, self.capture, batch.input_ids, batch.starts)
+        with self._fused.running():
+            return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 
 
 class StoredFeatures:

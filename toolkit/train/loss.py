@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from toolkit.data.batches import on_device
 from toolkit.recipe_fields import LossName
 from toolkit.train.gpu_kernels import gpu_kernels
-from toolkit.train.teacher import TeacherRows
+from toolkit.train.teacher import TeacherRows, aligned
 
 Tensor = torch.Tensor
 
@@ -142,8 +142,10 @@ class DraftLoss:
 def best_tokens(states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None) -> Tensor:
     """The argmax [N] over the draft vocabulary without a loss, in chunks; arguments as `DraftLoss.__call__`."""
 
+    wide, wide_bias = aligned(matrix), None if bias is None else aligned(bias)
+
     def best(part: Tensor) -> Tensor:
-        scores = F.linear(part, matrix, bias)
+        scores = F.linear(part, wide, wide_bias)[:, : len(matrix)]
         return (scores if finish is None else finish(scores)).max(-1).indices
 
     return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix), states.device))])
@@ -173,16 +175,17 @@ class _TiledLoss(torch.autograd.Function):
         losses = states.new_empty(len(states), dtype=precise)
         best = torch.empty(len(states), dtype=torch.long, device=states.device)
         grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        size, matrix, bias = len(matrix), aligned(matrix), None if bias is None else aligned(bias)
         grad_matrix = torch.zeros_like(matrix, dtype=precise) if ctx.needs_input_grad[1] else None
-        for at, offsets, probs in _chunks(task, chunk_rows(len(matrix), states.device)):
+        for at, offsets, probs in _chunks(task, chunk_rows(size, states.device)):
             part = states[at]
-            logits = F.linear(part, matrix, bias)
-            losses[at], best[at] = _score(task, logits, finish, at, offsets, probs)
+            logits = F.linear(part, matrix, bias)  # 0 behind the vocabulary, and so are the gradients
+            losses[at], best[at] = _score(task, logits[:, :size], finish, at, offsets, probs)
             if grad_states is not None:
                 grad_states[at] = logits @ matrix
             if grad_matrix is not None:
                 _add_product(grad_matrix, logits, part)
-        ctx.save_for_backward(grad_states, None if grad_matrix is None else grad_matrix.to(matrix.dtype))
+        ctx.save_for_backward(grad_states, None if grad_matrix is None else grad_matrix[:size].to(matrix.dtype))
         ctx.mark_non_differentiable(losses, best)
         return torch.dot(losses, task.weight.to(precise)), losses, best
 

@@ -21,6 +21,15 @@ from toolkit.tokenmap.token_map import TokenMap
 # with fewer, reading the output matrix from memory would take most of the time.
 CHOICE_SCORES, LEAST_ROWS = 2**25, 128
 GPU_ROWS = 2048  # in place of both on a GPU
+# A GPU's matrices have a multiple of so many rows. If rows of scores do not begin at multiples of 16 bytes, cuBLAS is
+# left with kernels that take several times as long.
+ALIGNED = 64
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """An output matrix [D, H] or bias [D], on a GPU with zeros behind it up to a multiple of `ALIGNED` rows."""
+    missing = -len(rows) % ALIGNED if rows.device.type == "cuda" else 0
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Teacher:
         full = token_map.size == len(weight)
         self.draft_weight = weight if full else weight[self.draft_ids].contiguous()
         self.draft_bias = bias if bias is None or full else bias[self.draft_ids]
+        self._aligned = aligned(self.draft_weight), None if bias is None else aligned(self.draft_bias)
 
     def shared_matrix(self) -> SharedMatrix:
         """The output matrix for a head without one of its own."""
@@ -85,8 +95,8 @@ class Teacher:
     @torch.no_grad()
     def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
         """Probabilities [m, D] fp32 on the draft vocabulary, from final-normed states [m, H]."""
-        scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
-        return scores.float().softmax(-1)
+        scores = F.linear(hidden, *self._aligned)[:, : len(self.draft_weight)]
+        return self.target.finish_scores(scores).float().softmax(-1)
 
     def __call__(
         self, hidden: torch.Tensor, written: torch.Tensor | None = None, greedy: torch.Tensor | None = None

@@ -605,7 +605,7 @@ def scoring(name: str, rows: int, vocabulary: int, dtype: torch.dtype) -> Callab
     """The draft loss of training; its reference is the row losses of toolkit/train/loss.py."""
 
     def compare(_kernels: Ops, _reference: Ops, device: str) -> None:
-        scores = 3 * randn(rows, vocabulary, dtype=dtype) + 20
+        scores = (3 * randn(rows, vocabulary + 3, dtype=dtype) + 20)[:, :vocabulary]
         scores[0, vocabulary // 2 :] = scores[0].max()  # a tie, in and between blocks
         probs = (2 * randn(3, vocabulary)).softmax(-1)
         probs[1, ::2] = 0
