@@ -341,6 +341,25 @@ SECTIONS = (
         command="python benchmarks/products_gpu.py",
     ),
     Section(
+        "Batches and contexts on a GPU",
+        "Where do rounds of that shape become slow, and how fast are prompts read?",
+        "cliffs-*.json",
+        tables.cliffs_gpu,
+        text="One request among eight has log-probabilities or a penalty: such a batch runs eagerly today. A context "
+        "has as many tokens as the prompts of the record's settings. *Prefill*: time of the whole batch, without a prefix "
+        "cache. *Predicted*: from bytes and operations, before the first run.",
+        command="python benchmarks/cliffs_gpu.py",
+    ),
+    Section(
+        "The demo's real weights on a GPU",
+        "Is the acceptance on a GPU that of a CPU?",
+        "gpu-demo-*.json",
+        tables.acceptance,
+        text="Float32, a weak head of few rollouts. Chain and tree take as many verify steps as on a CPU, and every "
+        "answer is plain decoding's. Adaptive drafting chooses by measured time, and runs eagerly on a GPU today.",
+        command="bash benchmarks/first_gpu.sh 7",
+    ),
+    Section(
         "A training step on a GPU",
         "What does a step of training cost at the shape of a model of eight billion parameters, and where does it go?",
         "training-gpu-*.json",

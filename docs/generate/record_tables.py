@@ -394,6 +394,20 @@ def products_gpu(record: Record) -> str:
     return table(header, lines)
 
 
+def cliffs_gpu(record: Record) -> str:
+    """Rounds of mixed, drawn, long and large batches, and the reading of prompts."""
+    header = ("", "case", "batch", "draft shape", "ms", "predicted, ms", "times the first case", "tokens/s")
+    lines = (
+        (
+            row["part"], row["case"].replace("0.8, top_p 0.95", "`0.8`, top_p `0.95`"), str(row["batch"]), row["shape"],
+            f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['predicted']:.2f}", f"{decimal(row['over'])}x",
+            f"{row['tokens_per_s']:,.1f}",
+        )
+        for row in record["rows"]
+    )  # fmt: skip
+    return table(header, lines)
+
+
 def training_gpu(record: Record) -> str:
     """A step of training by part, at a shape of eight billion parameters."""
     parts = ("target", "labels", "head", "loss", "backward", "optimizer")
