@@ -346,7 +346,7 @@ SECTIONS = (
         "cliffs-*.json",
         tables.cliffs_gpu,
         text="One request among eight has log-probabilities or a penalty: such a batch runs eagerly today. A context "
-        "has as many tokens as the prompts of the record's settings. *Prefill*: time of the whole batch, without a prefix "
+        "has as many tokens as the prompts of the record's settings. *Prefill*: of the whole batch, without a prefix "
         "cache. *Predicted*: from bytes and operations, before the first run.",
         command="python benchmarks/cliffs_gpu.py",
     ),
