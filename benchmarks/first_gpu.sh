@@ -152,7 +152,7 @@ step3() {
 
 step4() {
   local target=(--target llama)
-  [ "$DEVICE" = cpu ] && target=(--target tiny --length 64 --repeats 1 --only before automatic packed torch)
+  [ "$DEVICE" = cpu ] && target=(--target tiny --length 64 --repeats 1 --only "as is" unaligned packed)
   SHOWN=30 go 170 4-training.log "$PY" benchmarks/training_gpu.py --device "$DEVICE" "${target[@]}" \
     --out "$OUT/training-gpu.json"
   tests 240 4-trainer.log -v tests/train/test_loop.py \

@@ -34,7 +34,7 @@ from toolkit.data.batches import Batch, Example, collate
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import causal_attention, loss, teacher, ttt
+from toolkit.train import loss
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
@@ -47,9 +47,8 @@ PARTS = ("target", "labels", "head", "loss", "backward", "optimizer")
 # Of a quarter of all tokens: sequences that fill four rows.
 RAGGED = (1, 0.75, 0.25, 0.625, 0.375, 0.5, 0.4375, 0.0625)
 DEFINITIONS = {
-    "row": "before: pieces of 2^23 logits, labels in 2^25; before and 2^28: diagonals in torch; torch: plain torch in "
-    "place of all kernels of training; compiled: the head's layer around its attention; target compiled: the layers "
-    "of the target; padded, packed: eight texts of 1/64 to 1/4 of the tokens, one or several a row",
+    "row": "as is: the package; unaligned: rows of scores as long as the vocabulary, 32,065; layers apart: the "
+    "target's layers in transformers' operations, but for norms; packed: eight texts in four rows",
     "tokens": "of the texts, without padding",
     "seconds_per_step": "median of the steps behind the first two; each begins when the one before is over",
     "parts": "median seconds: forward of the target, its argmax, unroll of the head, loss with its gradients and the "
@@ -63,20 +62,15 @@ DEFINITIONS = {
 
 
 class Row(NamedTuple):
-    """pieces: logits of a piece of the loss; None: as the package chooses. merged: the diagonals in their kernels."""
+    """pieces: logits of a piece of the loss; None: as the package chooses."""
 
     name: str
     texts: str = "full"
     pieces: int | None = None
-    compiled: str = ""
-    kernels: bool = True
-    merged: bool = True
 
 
 ROWS = (  # the most wanted first
-    Row("before", pieces=2**23, merged=False), Row("pieces 2^28", pieces=2**28, merged=False), Row("automatic"),
-    Row("padded", "padded"), Row("packed", "packed"), Row("compiled", compiled="head"),
-    Row("pieces 2^30", pieces=2**30), Row("torch", kernels=False), Row("target compiled", compiled="target"),
+    Row("as is"), Row("unaligned"), Row("layers apart"), Row("packed", "packed"), Row("pieces 2^30", pieces=2**30),
 )  # fmt: skip
 # The counter asserts that keys have as many heads as queries.
 UNCOUNTED = [f"_scaled_dot_product_{one}" for one in ("flash_attention", "efficient_attention", "cudnn_attention",
@@ -138,24 +132,16 @@ class Training:
 @contextmanager
 def set_as(row: Row, training: Training) -> Iterator[None]:
     """The package as the row says, until the end of the block."""
-    target = training.side.target
-    layer: Any = training.model.head.midlayer
+    features: Any = training.side.features
     with ExitStack() as stack:
         if row.pieces:
             stack.enter_context(patch.object(loss, "chunk_logits", lambda device: row.pieces or 0))
-        if row.name == "before":
-            stack.enter_context(patch.object(teacher, "GPU_ROWS", max(1, teacher.CHOICE_SCORES // target.vocab_size)))
-        if row.compiled == "head":
-            for name in ("before", "after"):
-                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
-                stack.callback(delattr, layer, name)
-        for one in target.layers if row.compiled == "target" else ():
-            one.compile(dynamic=True)
-            stack.callback(setattr, one, "_compiled_call_impl", None)
-        for module in () if row.kernels else (causal_attention, loss):
-            stack.enter_context(patch.object(module, "gpu_kernels", lambda device_type: None))
-        if not row.merged:
-            stack.enter_context(patch.object(ttt, "kernels_for", lambda q: None))
+        if row.name == "unaligned":
+            whole = training.teacher.draft_weight, training.teacher.draft_bias
+            stack.enter_context(patch.object(training.teacher, "_aligned", whole))
+            stack.enter_context(patch.object(loss, "aligned", lambda matrix: matrix))
+        if row.name == "layers apart":
+            stack.enter_context(patch.dict(features._fused._calls, clear=True))
         yield
 
 

@@ -167,17 +167,16 @@ SHORT = "--device cpu --target tiny --length 64 --steps 2 --repeats 1 --out".spl
 def test_the_parts_of_a_training_step_are_measured(script, tmp_path, capsys) -> None:
     """All rows start from the same weights, so that their first losses can be compared on the card."""
     out = tmp_path / "record.json"
-    assert script("training_gpu").main([*SHORT, str(out), "--only", "before", "padded", "packed", "torch"]) == 0
+    assert script("training_gpu").main([*SHORT, str(out), "--only", "as is", "packed", "layers apart"]) == 0
     record, table = read_record(out, "training"), capsys.readouterr().out
     rows = {row["row"]: row for row in record["rows"]}
-    assert not record["left_out"] and rows.keys() == {"before", "padded", "packed", "torch"}
-    assert {row["tokens"] for row in rows.values()} == {128} and rows["padded"]["positions"] == 256
-    assert rows["packed"]["positions"] == 128 and "tokens/s" in table.splitlines()[-9]
+    assert not record["left_out"] and rows.keys() == {"as is", "packed", "layers apart"}
+    assert {row["tokens"] for row in rows.values()} == {128} and rows["packed"]["positions"] == 128
+    assert "tokens/s" in table.splitlines()[-7]
     for row in rows.values():
         assert all(row["parts"].values()) and sum(row["parts"].values()) <= row["seconds_per_step"]
         assert all(work > 0 for part, work in row["tflop"].items() if part != "optimizer")
-    for one, other in (("before", "torch"), ("padded", "packed")):
-        assert rows[one]["first_loss"] == pytest.approx(rows[other]["first_loss"], rel=1e-5)
+    assert rows["as is"]["first_loss"] == pytest.approx(rows["layers apart"]["first_loss"], rel=1e-5)
 
 
 def test_a_row_that_fails_or_hangs_costs_only_itself(script, monkeypatch, tmp_path, capsys) -> None:
@@ -185,18 +184,18 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(script, monkeypatch, tmp_pa
     own = module.measured
 
     def measured(row, *given):
-        if row.name == "before":
+        if row.name == "as is":
             raise torch.OutOfMemoryError("no memory")
-        if row.name == "automatic":
+        if row.name == "unaligned":
             time.sleep(60)
         return own(row, *given)
 
     monkeypatch.setattr(module, "ROW_SECONDS", 2)
     monkeypatch.setattr(module, "measured", measured)
-    assert module.main([*SHORT, str(out), "--only", "before", "automatic", "torch"]) == 0
+    assert module.main([*SHORT, str(out), "--only", "as is", "unaligned", "packed"]) == 0
     record = read_record(out, "training")
-    assert [row["row"] for row in record["rows"]] == ["torch"] and record["rows"][0]["tflop"]
-    assert record["left_out"] == {"before": "OutOfMemoryError: no memory", "automatic": "TimeoutError: more than 2 s"}
+    assert [row["row"] for row in record["rows"]] == ["packed"] and record["rows"][0]["tflop"]
+    assert record["left_out"] == {"as is": "OutOfMemoryError: no memory", "unaligned": "TimeoutError: more than 2 s"}
     assert module.main([*SHORT, str(out), "--budget", "0"]) == 1
     assert len(read_record(out)["left_out"]) == len(module.ROWS)
 

@@ -73,8 +73,14 @@ class CudaTensor(Tensor):
 
     @data.setter
     def data(self, value: CudaTensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        with torch.inference_mode(self.is_inference()):  # set_data takes a tensor of the same mode alone
+            Tensor.data.__set__(self, CudaTensor(value.numbers))  # type: ignore[attr-defined]
         self.numbers = value.numbers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = self.detach().clone()
+        made = torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+        return memo.setdefault(id(self), made)
 
     def __repr__(self, **_settings: Any) -> str:
         return f"CudaTensor({self.numbers})"

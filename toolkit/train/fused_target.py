@@ -49,11 +49,5 @@ class _OwnAttention:
         return sdpa_attention_forward(self.attention, q, k, v, self.mask, scaling=scoring.scaling)[0]
 
 
-def _run(
-    call: Callable[..., Tensor],
-    attention: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    **more: Any,
-) -> Tensor:
-    return call(hidden_states, attention_metadata=_OwnAttention(attention, attention_mask), **more)
+def _run(call: Callable[..., Tensor], attention: Any, states: Tensor, attention_mask: Any, **more: Any) -> Tensor:
+    return call(states, attention_metadata=_OwnAttention(attention, attention_mask), **more)
