@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import httpx
 import openai
 import pytest
@@ -228,3 +231,48 @@ def test_an_impossible_token_has_a_finite_number(tiny_target):
     entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))
     item = LogprobForm(tiny_target.tokenizer).content([entry])["content"][0]
     assert [top["logprob"] for top in item["top_logprobs"]] == [0.0, -9999.0]
+
+
+LIMITS = [-1, 5e-324, 1e308, float("nan"), 2**31 - 1, 2**63 - 1, 2**63, 10**400]
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+NUMBERS += ["seed", "max_tokens", "min_tokens", "n", "priority", "timeout"]
+
+
+def bodies_at_the_limits():
+    """(the wrong field, body) for every numeric field at the limits of its type and of tensors'."""
+    for name in NUMBERS:
+        yield from ((name, {name: value}) for value in LIMITS)
+    for value in LIMITS:
+        yield "logit_bias", {"logit_bias": {"5": value}}
+        yield "stop_token_ids", {"stop_token_ids": [value]}
+        yield "prompt", {"prompt": [9, value]}
+        if isinstance(value, int):
+            yield "logit_bias", {"logit_bias": {str(value): 1}}
+    yield "logit_bias", {"logit_bias": {"9" * 5000: 1}}
+
+
+def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
+    """A number that overflows a tensor of the batch ended the step, and with it every request in flight."""
+    base = {"model": NAME, "prompt": [9, 9], "max_tokens": 1, "temperature": 1.0, "speculative": False}
+    kind = {"Content-Type": "application/json"}
+    failed, neighbours, done = [], [], threading.Event()
+
+    def neighbour():
+        while not done.is_set():
+            body = base | {"max_tokens": 40, "ignore_eos": True, "top_k": 5}
+            neighbours.append(client.post("/v1/completions", json=body).status_code)
+
+    threads = [threading.Thread(target=neighbour) for _ in range(2)]
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for thread in threads:
+            thread.start()
+        for field, fields in bodies_at_the_limits():
+            reply = client.post("/v1/completions", content=json.dumps(base | fields), headers=kind)
+            error = {"param": field} if reply.status_code == 200 else reply.json()["error"]
+            right = (error["param"] or "").startswith(field) or error["code"] == "context_length_exceeded"
+            if reply.status_code not in (200, 400, 408) or not (right or field == "timeout"):
+                failed.append((str(fields)[:80], reply.status_code, error))
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failed and set(neighbours) == {200}

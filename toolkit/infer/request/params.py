@@ -146,7 +146,7 @@ class SamplingParams:
             f"it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which every draw is greedy anyway",
         )
         self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
-        self._need(self.top_k >= 0, "top_k", "it must be 0 (keep every token) or a positive count")
+        self._need(0 <= self.top_k < 2**31, "top_k", "it must be 0 (keep every token) or a count below 2**31")
         self._need(0 <= self.min_p <= 1, "min_p", "it must lie in [0, 1]; 0 keeps every token")
         self._need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
         within = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY

@@ -69,7 +69,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _token_id(text: str) -> str:
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
     return text
 
@@ -91,7 +91,7 @@ class GenerationFields(Strict):
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
