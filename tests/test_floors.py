@@ -23,7 +23,7 @@ FLOORS = {
     "thread_limit": 0,
     "memory": 0,
     "jsonl": 0,
-    "chat_roles": 0,
+    "chat_rows": 0,
     "terminal": 0,
     "tokenmap": 1,
     "heads": 2,
@@ -64,6 +64,7 @@ SIDEWAYS = {
     ("train_settings", "recipe_fields"),
     ("recipe", "log"),
     ("thread_limit", "log"),
+    ("chat_rows", "jsonl"),
     ("train_settings", "recipe_yaml"),
     ("train_settings", "head_kinds"),
 }
