@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from pydantic import ValidationError
 
-from toolkit.infer.request.chat_prompt import ChatMessageError, strict_message
+from toolkit.infer.request.chat_prompt import ChatMessageError, chat_text, strict_message
 from toolkit.infer.server.openai_protocol import ChatMessage
 
 
@@ -42,3 +44,11 @@ def test_both_readers_agree(message, wanted):
             ChatMessage.model_validate(message)
     else:
         assert strict_message(message) == ChatMessage.model_validate(message).for_template() == wanted
+
+
+def test_a_template_that_loops_over_parts_gets_parts(tiny_target):
+    """A text in their place left every turn empty, without a word."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{% for c in m.content %}{{ c.text }}|{% endfor %}{% endfor %}"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert chat_text(tokenizer, messages) == "s|q|"
