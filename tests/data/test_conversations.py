@@ -68,7 +68,7 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
         ({"turns": "One."}, "is a str; expected a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content.0. is {'type': 'text'}; .* is needed"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content.0. is {'type': 'text'}; "),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content.0. is .* is needed"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, r"role is \['user'\]; expected a text"),
         ({"prompt": "\ud83d"}, "messages|prompt.*: content is not valid unicode"),

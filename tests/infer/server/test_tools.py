@@ -315,3 +315,24 @@ def test_special_tokens_that_mark_calls(scripted, tiny_target, running):
     assert message.content == "I ✨" and message.tool_calls[0].function.arguments == ROME
     assert len(message.tool_calls[0].id) == 9  # Mistral's templates refuse other ids
     assert plain.content == f"I ✨get_weather{ROME}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("run", [1, 40])
+def test_stop_strings_act_on_the_content(scene, run, stream):
+    """A model that thinks about a stop string must still answer; the count ends with the token of the stop."""
+    scene.engine.run = run
+    scene.text = "<think>\nNot 7 yet.\n</think>\n\nAt 漢7 it ends."
+    if stream:
+        chunks = [c for c in scene.ask(stop=["漢7", "yet"], stream=True) if c.choices]
+        content = "".join(c.choices[0].delta.content or "" for c in chunks)
+        reasoning = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        whole = scene.ask(stop=["漢7", "yet"])
+        message, reason = whole.choices[0].message, whole.choices[0].finish_reason
+        content, reasoning = message.content, message.reasoning_content
+        assert whole.usage.completion_tokens == len(scene.ids(scene.text.partition(" it")[0]))
+    assert (content, reasoning, reason) == ("At ", "Not 7 yet.", "stop")
+    held = scene.ask(stop=["7", "ends.!"], extra_body={"min_tokens": 200}).choices[0].message.content
+    assert held == "At 漢7 it ends."

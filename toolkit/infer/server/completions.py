@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -127,7 +127,8 @@ class Completions:
             return Parsers().start({}, "", forced=False, one_call=False)
         schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
         end = prompt_end(self.served.tokenizer, ids)
-        return self.served.parsers.start(schemas, end, forced=body.forced, one_call=body.one_call)
+        parsers = self.served.parsers
+        return parsers.start(schemas, end, forced=body.forced, one_call=body.one_call, stops=body.stops)
 
     async def reply(
         self, body: GenerationFields, tokenise: Callable[[], list[int]], param: str, http: Request, form: Form
@@ -179,15 +180,18 @@ class Completions:
                 if params.has_grammar:  # compiled here, so that no running request waits for it
                     await asyncio.to_thread(self.served.engine.grammars.start, params)
             parsers = [self._parser(body, ids) for _ in range(body.n)]
-            for index in range(body.n):
+            for index, parser in enumerate(parsers):
                 settings = for_answer(params, index)
+                if parser.reasons:  # which stop strings do not end: the parser looks for them
+                    settings = replace(settings, stop=())
                 tickets.append(self.engine.put(ids, settings, timeout_s=deadline.left, **drafts))
         await self.engine.accepted(tickets)
         context = () if isinstance(body, ChatRequest) else ids
         writing = []
         for index, (ticket, parser) in enumerate(zip(tickets, parsers, strict=True)):
-            text = self._detokenizer.stream(body.stops, context, body.min_tokens, parser.markers)
-            writing.append(Writing(index, ticket, Answer(text), parser))
+            stops = () if parser.reasons else body.stops
+            text = self._detokenizer.stream(stops, context, body.min_tokens, parser.markers)
+            writing.append(Writing(index, ticket, Answer(text), parser, body.min_tokens))
             self.metrics.follow(ticket.request, writing[-1].answer)
         return writing
 

@@ -19,6 +19,7 @@ class Writing:
     ticket: Ticket
     answer: Answer
     parser: AnswerParser
+    min_tokens: int = 0
     reasoning_tokens: int = 0
 
     def read(self, update: Update) -> list[Piece]:
@@ -28,7 +29,8 @@ class Writing:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
         for one in update.singly():
-            pieces += self.parser.push(self.answer.feed(one))
+            text = self.answer.feed(one)
+            pieces += self.parser.push(text, searched=self.answer.n_tokens > self.min_tokens)
             self.reasoning_tokens += self.parser.thinking and len(one.token_ids)  # none: the end comes by itself
             if self.parser.done:
                 self.answer.finish_reason = "stop"
