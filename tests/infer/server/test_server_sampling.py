@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,8 +15,9 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
+from toolkit.infer.server.openai_protocol import CompletionRequest
 from toolkit.infer.server.openai_replies import LogprobForm
-from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.request_params import DefaultSampling, request_params
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
@@ -276,3 +278,23 @@ def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
         for thread in threads:
             thread.join()
     assert not failed and set(neighbours) == {200}
+
+
+@pytest.mark.parametrize(
+    ("stated", "taken"),
+    [
+        ({"top_k": -1, "top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 20.0}, {"top_k": 20}),
+        ({"temperature": 1e-9}, {"temperature": 0.0}),
+        ({"temperature": -1.0, "min_p": -0.1, "repetition_penalty": 0}, {}),
+        ({"temperature": "0.7", "top_p": True, "top_k": 2**70}, {}),
+        ({"temperature": float("nan"), "top_p": 1.5}, {}),
+    ],
+)
+def test_odd_defaults_of_a_target_never_fail_a_request(stated, taken):
+    """A server was ready, and refused every request that stated no settings of its own."""
+    config = SimpleNamespace(to_diff_dict=lambda: stated)
+    defaults = DefaultSampling.of(SimpleNamespace(model=SimpleNamespace(generation_config=config)))
+    assert defaults == DefaultSampling(**taken) and defaults.text
+    body = CompletionRequest.model_validate({"model": NAME, "prompt": "x"})
+    assert request_params(body, defaults, 9).temperature == defaults.temperature
