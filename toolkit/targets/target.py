@@ -226,7 +226,7 @@ def stop_ids_of(
     found: set[int] = set()
     for source in (generation, config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
+        found.update(one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int))
     end_of_turn = end_of_turn_id(tokenizer)
     if end_of_turn is not None:
         found.add(end_of_turn)

@@ -296,8 +296,10 @@ class Engine:
         return self._commit(result, None, began, began)
 
     def _keep(self, row: int, request: Request) -> None:
-        """Insert the positions that a row has read into the prefix cache."""
-        if request.ready:
+        """Insert the positions that a row has read into the prefix cache; wipe those of a request that failed."""
+        if request.failed:
+            self._memory.pool.clear(row)
+        elif request.ready:
             drafted = self.drafter.positions_read(row, request)
             read = min(request.length - 1, drafted or request.length)
             self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)

@@ -291,8 +291,9 @@ class EngineThread:
             ticket = self._active.get(id(request))
             if ticket is None:
                 continue
-            if request.finish_reason == "abort":  # by the engine itself, which does it for a grammar alone
-                ticket._fail(GrammarFailure(str(request.stop_reason)))
+            if request.finish_reason == "abort":  # by the engine itself
+                of_grammar = request.grammar is not None and request.grammar.failure is not None
+                ticket._fail((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
             else:
                 ticket._deliver(request)
             if request.finish_reason is not None:

@@ -15,6 +15,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
+from toolkit.infer.engine.round import append
 from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request
@@ -133,9 +134,11 @@ class PromptReader:
         roots = sampler.cut(root_only(input_ids[rows, ends]))
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = sampler(logits, positions, roots)
-        result = read_result(follow(roots, first.tokens), first.extra)
-        for request, tokens in zip(requests, result.path_tokens, strict=True):
-            request.append_run(tokens, 0)
+        followed = follow(roots, first.tokens)
+        followed.mark_nonfinite(hidden[rows, ends])
+        result = read_result(followed, first.extra)
+        for row, request in enumerate(requests):
+            append(request, row, result)
         if first.logprobs is not None:
             first.logprobs.record(requests, result)
         return requests

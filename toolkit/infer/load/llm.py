@@ -42,7 +42,7 @@ class Completion:
     prompt_ids: the ids of the prompt.
     text: without special tokens, truncated before the stop string; with a raw prompt, its continuation.
     token_ids: including the stop id that ended the answer.
-    finish_reason: "stop" or "length"; "abort" where a grammar exceeded its limits of work.
+    finish_reason: "stop" or "length"; "abort" where a grammar exceeded its limits of work or logits are not finite.
     stop_reason: the stop id or stop string; with "abort" what happened.
     logprobs: one per token; None if not requested.
     from_draft: per token, whether it was an accepted draft.

@@ -112,6 +112,16 @@ class Request:
     def unread(self) -> int:
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1) - self.n_read
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a failure of its own, which `stop_reason` names."""
+        return self.finish_reason == "abort" and self.stop_reason is not None
+
+    def fail(self, reason: str) -> None:
+        """End it by a failure of its own."""
+        self.finish_reason, self.stop_reason, self.finished_at = "abort", reason, time.perf_counter()
+        self.first_token_at = self.first_token_at or self.finished_at
+
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
         """Append `accepted` draft tokens and then the bonus token, up to the first stop or the token limit.
 
@@ -120,7 +130,7 @@ class Request:
         """
         now = time.perf_counter()
         if self.grammar is not None and self.grammar.failure is not None:
-            self.finish_reason, self.stop_reason, self.finished_at = "abort", self.grammar.failure, now
+            self.fail(self.grammar.failure)
             return 0
         if self.first_token_at is None:
             self.first_token_at = now
