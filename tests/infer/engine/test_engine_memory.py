@@ -432,3 +432,29 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     assert engine._memory._prefixes is not None
     engine._memory._prefixes.evict(engine._memory.pool.capacity)
     assert held <= 18 and engine._memory.pool.held == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_a_prefill_that_runs_out_of_memory_fails_at_most_its_own_request(tiny_target, monkeypatch, error):
+    """It failed every request in flight. A prompt that fits in smaller chunks is read in those."""
+    params = SamplingParams(max_tokens=20)
+    prompts = [[5, 6, 7], [9] * 300]
+    wanted = [one.output_ids for one in Engine(tiny_target).generate(prompts, params)]
+    for fits in (64, 32):
+        engine = Engine(tiny_target)
+        read = engine._prompts._read
+
+        def limited(row, group, tokens, drafter, read=read, fits=fits):
+            if tokens > fits:
+                raise error
+            return read(row, group, tokens, drafter)
+
+        monkeypatch.setattr(engine._prompts, "_read", limited)
+        short, long = engine.generate(prompts, params)
+        assert short.output_ids == wanted[0]
+        if fits == 64:
+            assert long.output_ids == wanted[1]
+        else:
+            assert long.failed and "needs more memory" in long.stop_reason
+        engine.check_integrity()
+        engine.close()

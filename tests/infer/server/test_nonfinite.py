@@ -61,4 +61,5 @@ def test_every_reply_form_says_so(broken_target, running):
             streamed = httpx.post(f"{url}/v1/{path}", json={**body, "stream": True}, timeout=20)
             assert "not finite" in streamed.text, path
         assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5]}, timeout=20).status_code == 200
+        assert "toolkit_nonfinite_answers_total 6.0" in httpx.get(f"{url}/metrics").text
     assert torch.isfinite(engine._cache.keys[0]).all()

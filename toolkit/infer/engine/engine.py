@@ -48,6 +48,11 @@ from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread calls step().
 
@@ -191,6 +196,11 @@ class Engine:
         """Whether rounds run as CUDA graphs. A replay runs no host code, so module hooks do not fire."""
         return self._launches.graphs is not None
 
+    @property
+    def eager_rounds(self) -> int:
+        """Rounds that ran without a graph, of an engine that has some."""
+        return self._launches.eager_rounds
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
@@ -259,10 +269,12 @@ class Engine:
         before = len(self._running)
         try:
             begun = self._prompts.read_due(self.drafter, self._keep)
-        except BaseException:
+        except BaseException as error:
             self.scheduler.put_back()
             self._rounds.rows_changed()  # prompts prefilled before the failure hold rows now
-            raise
+            if not out_of_memory(error):
+                raise
+            return self.scheduler.read_less(str(error))
         if len(self._running) > before:
             self._rounds.rows_changed()
             self._finish()

@@ -252,7 +252,7 @@ class EngineThread:
                     self._add(ticket)
                 elif ticket._request is not None and id(ticket.request) in self._active:
                     del self._active[id(ticket.request)]
-                    self._engine.abort(ticket.request)
+                    self._abort(ticket.request)
                     ticket._deliver(ticket.request)
         return True
 
@@ -264,6 +264,14 @@ class EngineThread:
             yield
         finally:
             self._call_began = None
+
+    def _abort(self, request: Request) -> None:
+        """Abort a request. If that fails, the others go on: the next step frees its row, or fails itself."""
+        try:
+            self._engine.abort(request)
+        except Exception:
+            self.failed_steps += 1
+            logger.exception("the engine failed to abort a request")
 
     def _add(self, ticket: Ticket) -> None:
         try:
@@ -306,7 +314,7 @@ class EngineThread:
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
         for request in reversed(requests):  # last row first, so that no half-written row moves
-            self._engine.abort(request)
+            self._abort(request)
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were aborted")
 

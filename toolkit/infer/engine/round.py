@@ -30,7 +30,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
-from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.request.request import NOT_FINITE, Request, VerifyEvent
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
 from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
@@ -139,7 +139,7 @@ def commit(
 def append(request: Request, row: int, result: VerifyResult) -> int:
     """Append a row's tokens to its request, or end it where they mean nothing. Returns the number of tokens."""
     if row in result.nonfinite:
-        request.fail("the target's logits are not finite (NaN or infinity)")
+        request.fail(NOT_FINITE)
         return 0
     return request.append_run(result.path_tokens[row], result.accepted[row])
 

@@ -13,6 +13,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import GrammarState
 from toolkit.infer.request.params import SamplingParams
 
+NOT_FINITE = "the target's logits are not finite (NaN or infinity)"  # why a request failed
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -65,7 +65,7 @@ class Completions:
         self.served, self.settings = served, settings
         self.engine = EngineThread(served.engine)
         self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
-        self.metrics = ServerMetrics(lambda: load_of(served.engine.scheduler), lambda: self.engine.failed_steps)
+        self.metrics = ServerMetrics(lambda: load_of(served.engine), lambda: self.engine.failed_steps)
         self.created = int(time.time())
         self.prompts = ChatPrompts(served.tokenizer, served.parsers)
         self._limit = PromptLimit(served.tokenizer, served.context_length)
