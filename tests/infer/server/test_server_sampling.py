@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -298,3 +299,40 @@ def test_odd_defaults_of_a_target_never_fail_a_request(stated, taken):
     assert defaults == DefaultSampling(**taken) and defaults.text
     body = CompletionRequest.model_validate({"model": NAME, "prompt": "x"})
     assert request_params(body, defaults, 9).temperature == defaults.temperature
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_the_model(client, tiny_target):
+    """What lm-evaluation-harness scores: sums over a continuation, and whether each of its tokens is the best one."""
+    prompts = [[9, 40, 41, 50] * 30, [7, 8]]
+    for fields in ({"max_tokens": 1, "echo": True}, {"max_tokens": 0, "echo": True}):
+        reply = client.completions.create(model=NAME, prompt=prompts, logprobs=2, temperature=0, **fields)
+        assert [choice.index for choice in reply.choices] == [0, 1] and reply.usage.prompt_tokens == 122
+        for choice, prompt in zip(reply.choices, prompts, strict=True):
+            logits = tiny_target.model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+            wanted = logits[range(len(prompt) - 1), prompt[1:]].tolist()
+            found = choice.logprobs
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(wanted, abs=1e-4)
+            best = [max(one.values()) for one in found.top_logprobs[1 : len(prompt)]]
+            assert best == pytest.approx(logits[: len(prompt) - 1].max(dim=-1).values.tolist(), abs=1e-4)
+            assert len(found.tokens) == len(prompt) + fields["max_tokens"] == len(found.text_offset)
+            assert choice.text.startswith(tiny_target.tokenizer.decode(prompt))
+    assert reply.usage.completion_tokens == 0
+
+
+def test_several_prompts_and_the_best_of_several_answers(client):
+    """Prompts are answered in order, as alone; of `best_of` answers those of the largest mean log-probability return."""
+    fields = {"model": NAME, "max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 0}
+    alone = [client.completions.create(prompt=one, **fields).choices[0].text for one in ("count", "the fox")]
+    both = client.completions.create(prompt=["count", "the fox"], **fields)
+    assert [choice.text for choice in both.choices] == alone
+    every = client.completions.create(prompt="count", n=5, **fields).choices
+    best = client.completions.create(prompt=["count"], n=2, best_of=5, **fields)
+    means = sorted(sum(one.logprobs.token_logprobs) / len(one.logprobs.tokens) for one in every)
+    found = [sum(one.logprobs.token_logprobs) / len(one.logprobs.tokens) for one in best.choices]
+    assert found == pytest.approx([means[-1], means[-2]]) and best.usage.completion_tokens > 12
+    streamed = [chunk.choices[0] for chunk in client.completions.create(prompt="count", stream=True, **fields)]
+    assert sum((one.logprobs.token_logprobs for one in streamed if one.logprobs), []) == pytest.approx(
+        every[0].logprobs.token_logprobs, abs=1e-4
+    )
+    assert "".join(one.text for one in streamed) == every[0].text

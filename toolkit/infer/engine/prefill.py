@@ -18,11 +18,13 @@ from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.round import append
 from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.request.draft_tree import root_only
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.infer.request.upload import upload
-from toolkit.infer.verify.sampler import Sampler
+from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target
+
+SCORED = 64  # prompt tokens whose logits are in memory at once
 
 
 class PromptReader:
@@ -109,12 +111,28 @@ class PromptReader:
         states = None if self._states is None else self._states.prompt(first_row, starts)
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
         drafter.admit(first_row, group, tokens)
+        for row, request in enumerate(group):
+            if request.params.prompt_logprobs is not None:
+                self._score_prompt(request, hidden[row], starts[row])
         last = [request.unread - 1 for request in group]
         for request in group:
             request.n_read += min(tokens, request.unread)
         if self._states is not None:
             self._states.end_prompt([request.n_read for request in group])
         return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
+
+    def _score_prompt(self, request: Request, hidden: Tensor, start: int) -> None:
+        """Keep the log-probabilities of the prompt's tokens that follow hidden [N, H], the states from `start` on."""
+        begin = max(start, len(request.prompt_logprobs))  # a preempted request is read again
+        for at in range(begin, min(start + len(hidden), len(request.prompt_ids) - 1), SCORED):
+            ids = request.prompt_ids[at + 1 : min(at + SCORED, start + len(hidden)) + 1]
+            tokens = upload([ids], hidden.device, torch.long)
+            logits = self._target.logits(hidden[at - start :][: len(ids)])[None]
+            most = request.params.prompt_logprobs or 0
+            found = NodeLogprobs.of([0], tokens[0, :0], most, logits, tokens)
+            columns = (ids, found.chosen[0].tolist(), found.ids[0].tolist(), found.top[0].tolist())
+            for token, value, best, values in zip(*columns, strict=True):
+                request.prompt_logprobs.append(TokenLogprob(token, value, tuple(zip(best, values, strict=True))))
 
     def _first_tokens(
         self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]

@@ -92,7 +92,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Allocate the pages of the next row for a request. One further page per running request stays free."""
         row = len(self.running)
-        known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
+        whole = request.params.prompt_logprobs is not None
+        known = self.memory.admit(row, request.context_ids, row, request.speculative, reuse=not whole)
         if known is None:
             self.refused_rows += (request, self.memory.releases) != self._refused
             self._refused = (request, self.memory.releases)

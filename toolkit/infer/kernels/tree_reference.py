@@ -26,8 +26,8 @@ class Followed:
 
         accepted | offered | depth_offered | path .. | tokens .. | ranks ..
 
-    offered: drafted nodes of the tree, -1: see `mark_nonfinite`. depth_offered: depth of the deepest one. ranks: index of
-    each path node among its parent's children, from 0.
+    offered: drafted nodes of the tree, or -1 (`mark_nonfinite`). depth_offered: depth of the deepest one. ranks: index
+    of each path node among its parent's children, from 0.
     """
 
     numbers: Tensor

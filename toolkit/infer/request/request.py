@@ -70,6 +70,7 @@ class Request:
     token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
     events: list[VerifyEvent] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id if params.logprobs is set
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens after the first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended the answer; with "abort" the failure
     first_token_at: float | None = None

@@ -21,6 +21,13 @@ class Writing:
     parser: AnswerParser
     min_tokens: int = 0
     reasoning_tokens: int = 0
+    written: int = 0  # characters whose log-probabilities have been sent
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the answer's tokens, which were asked for."""
+        entries = self.ticket.request.logprobs[: self.answer.n_tokens]
+        return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
     def read(self, update: Update) -> list[Piece]:
         """Add an update. Returns the new pieces that can be shown."""
