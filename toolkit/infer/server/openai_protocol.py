@@ -35,6 +35,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "safety_identifier": (ANY,),
     "prompt_cache_key": (ANY,),
     "prompt_cache_retention": (ANY,),
+    "best_of": (1,),
+    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -62,7 +64,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HONOURED_IN_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 CHAT_NEUTRAL = {name: values for name, values in NEUTRAL.items() if name not in HONOURED_IN_CHATS}
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL, "top_logprobs": (0,), "response_format": ({"type": "text"},)
+    **{name: values for name, values in NEUTRAL.items() if name not in ("best_of", "echo")},
+    "top_logprobs": (0,), "response_format": ({"type": "text"},)
 }  # fmt: skip
 
 
