@@ -321,7 +321,7 @@ def test_an_echoed_prompt_has_the_logprobs_of_the_model(client, tiny_target):
 
 
 def test_several_prompts_and_the_best_of_several_answers(client):
-    """Prompts are answered in order, as alone; of `best_of` answers those of the largest mean log-probability return."""
+    """Prompts are answered in order, as alone; of `best_of` answers the most probable ones return."""
     fields = {"model": NAME, "max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 0}
     alone = [client.completions.create(prompt=one, **fields).choices[0].text for one in ("count", "the fox")]
     both = client.completions.create(prompt=["count", "the fox"], **fields)
