@@ -196,6 +196,11 @@ class Engine:
         """Whether rounds run as CUDA graphs. A replay runs no host code, so module hooks do not fire."""
         return self._launches.graphs is not None
 
+    def keep_pace(self, gap_s: float) -> None:
+        """Read prompts in chunks of at most about so many seconds while requests run, by the measured speed (CPU)."""
+        if self.target.device.type == "cpu":
+            self._prompts.gap_s = gap_s
+
     @property
     def eager_rounds(self) -> int:
         """Rounds that ran without a graph, of an engine that has some."""

@@ -5,6 +5,7 @@ Shapes: B rows, N tokens of each (padded on the right), H hidden size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.round import append
-from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.engine.scheduler import LEAST_CHUNK, Scheduler
 from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.infer.request.upload import upload
@@ -24,6 +25,7 @@ from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target
 
+SMALLEST = 16  # tokens of a chunk: a pass over the weights costs as much as a few of them
 SCORED = 64  # prompt tokens whose logits are in memory at once
 
 
@@ -41,6 +43,16 @@ class PromptReader:
         """states: of a hybrid target's linear-attention layers; the scheduler then gives prompts one by one."""
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
         self._states = states
+        self.gap_s: float | None = None  # the pause of running requests that a chunk may make; None: any
+        self._token_s = 0.0  # seconds a token of the last chunks
+
+    def _most(self) -> int:
+        """Prompt tokens to read now: a power of two that fits the pause, by the measured speed."""
+        chunk = self._scheduler.chunk
+        if self.gap_s is None or not self._scheduler.running:
+            return chunk
+        fits = int(self.gap_s / self._token_s) if self._token_s else LEAST_CHUNK
+        return min(chunk, 1 << max(SMALLEST.bit_length(), fits.bit_length()) - 1)
 
     def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
         """Prefill one chunk of prompts, or further chunks while no request runs.
@@ -49,7 +61,8 @@ class PromptReader:
         Returns the requests that got their first token.
         """
         begun: list[Request] = []
-        running, left = self._scheduler.running, self._scheduler.chunk
+        running, most = self._scheduler.running, self._most()
+        left = most
         while True:
             complete, fresh, tokens = self._read_some(left, drafter)
             if not tokens:
@@ -58,8 +71,8 @@ class PromptReader:
                 request.ready = True
                 keep(running.index(request), request)
             begun += fresh
-            left = left - tokens if running else self._scheduler.chunk
-            if left < self._scheduler.chunk / 4:  # too few tokens for another pass over the weights
+            left = min(left - tokens, self._most()) if running else most
+            if left < most / 4:  # too few tokens for another pass over the weights
                 return begun
 
     def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
@@ -102,7 +115,7 @@ class PromptReader:
         """Read the next `tokens` tokens of the rows from first_row on, to the end of all their texts or of none.
 
         Returns the requests that got their first token."""
-        device = self._target.device
+        device, begun = self._target.device, time.perf_counter()
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
         positions = upload(starts, device)[:, None] + torch.arange(tokens, device=device)
@@ -114,6 +127,8 @@ class PromptReader:
         for row, request in enumerate(group):
             if request.params.prompt_logprobs is not None:
                 self._score_prompt(request, hidden[row], starts[row])
+        seconds = (time.perf_counter() - begun) / (len(group) * tokens)
+        self._token_s = (self._token_s + seconds) / 2 if self._token_s else seconds
         last = [request.unread - 1 for request in group]
         for request in group:
             request.n_read += min(tokens, request.unread)
