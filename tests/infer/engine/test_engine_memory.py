@@ -476,7 +476,9 @@ def test_chunks_follow_the_measured_speed_while_others_decode(tiny_target, monke
         return fresh
 
     monkeypatch.setattr(engine._prompts, "_read", noted)
-    first, second = engine.add_request([9] * 300, params), engine.add_request([9, 8] + [7] * 290, params)
+    first = engine.add_request([9] * 300, params)
+    engine.step()
+    second = engine.add_request([9, 8] + [7] * 290, params)
     while engine.has_work():
         engine.step()
         engine.check_integrity()
