@@ -211,13 +211,6 @@ def test_ids_outside_the_vocabulary_are_a_400(client):
         assert caught.value.param == param
 
 
-def test_raw_completions_refuse_logprobs(url):
-    """The older form is not written, so it must not be accepted in silence."""
-    body = {"model": NAME, "prompt": "the fox", "logprobs": 2}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
-
-
 def test_token_bytes(tiny_target):
     """The bytes of single tokens join to the text's, also where a token is half of a character or begins with a
     space."""
