@@ -37,7 +37,7 @@ def read_message(entry: Any, where: object) -> tuple[str, str | None]:
         for names in (("from", "role"), ("value", "content"))
     )
     if not isinstance(role, str):
-        raise DataError(f"{where}: role is {_short(role)}; expected a text")
+        raise DataError(f"{where}: role is {short(role)}; expected a text")
     if isinstance(content, list | tuple):
         content = "".join(_part_text(part, f"{where}, content[{at}]") for at, part in enumerate(content))
     if not isinstance(content, str | None):
@@ -56,11 +56,12 @@ def encodable(text: str, where: object) -> str:
 
 def _part_text(part: Any, where: str) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise DataError(f"{where} is {_short(part)}; {{'type': 'text', 'text': ...}} is needed, only text is supported")
+        raise DataError(f"{where} is {short(part)}; {{'type': 'text', 'text': ...}} is needed, only text is supported")
     return str(part["text"])
 
 
-def _short(value: Any, most: int = 80) -> str:
+def short(value: Any, most: int = 80) -> str:
+    """Return a value as an error quotes it: at most `most` characters, since it may be a whole text."""
     text = repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for, read_message
+from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for, read_message, short
 from toolkit.jsonl import DataError
 
 
@@ -63,7 +63,6 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 ANY = object()  # every value is neutral: the field is only a label of the request
-MOST_QUOTED = 80
 ROLES = ("system", "developer", "user", "assistant")
 # Field -> its neutral values, which change nothing; null is neutral for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -125,12 +124,6 @@ def strict_message(message: Mapping[str, Any]) -> dict[str, str]:
     if role not in ROLES:
         raise ChatMessageError(f"'role' is {short(role)}; one of {', '.join(ROLES)} is needed")
     return template_message(role, content or "")
-
-
-def short(value: Any) -> str:
-    """Return a value as an error quotes it: at most MOST_QUOTED characters, since it may be a whole text."""
-    text = repr(value)
-    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
 
 
 def _same(value: Any, neutral: Any) -> bool:
