@@ -38,6 +38,7 @@ def test_the_package_loads_torch_only_when_the_engine_is_asked_for() -> None:
     """`import toolkit` is part of every command; `from toolkit import LLM` is what needs the engine."""
     code = (
         "import sys, toolkit; light = 'torch' not in sys.modules; from toolkit import LLM, SamplingParams; "
+        "light &= 'transformers' not in sys.modules; "
         "print(light, 'torch' in sys.modules, LLM.__name__, set(toolkit.__all__) <= set(dir(toolkit)))"
     )
     assert python(code).stdout == "True True LLM True\n"

@@ -29,7 +29,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; give the path of an existing file")
     number = 0
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as handle:
+    coding = "utf-8-sig"  # without the mark that some editors put first
+    with gzip.open(path, "rt", encoding=coding) if path.suffix == ".gz" else path.open(encoding=coding) as handle:
         try:
             for number, line in enumerate(handle, 1):
                 yield number, line
@@ -143,7 +144,7 @@ class StoredRows:
         if zlib.crc32(line) != self._checksums[index]:
             raise DataError(f"{where} was changed while the file was in use; start again, and do not edit it meanwhile")
         try:
-            return parse_row(line.decode("utf-8"), where)
+            return parse_row(line.decode("utf-8-sig"), where)
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: {error}; expected UTF-8 text, copy the file again") from error
 

@@ -287,6 +287,7 @@ REFUSED = [
     ({"use_swa": True}, "use_swa is True"),
     ({"is_causal": True}, "is_causal is True"),
     ({"dflash_config": {"causal": True}}, "causal is True"),
+    ({"dflash_config": {"causal_head": True}}, "causal_head is True"),
     ({"attention_bias": True}, "attention_bias is True"),
     ({f"{Q}.bias": torch.zeros(64)}, "biases in its attention"),
     ({"attention_sink_bias": True}, "attention_sink_bias is True"),

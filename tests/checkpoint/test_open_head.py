@@ -353,3 +353,29 @@ def test_the_model_card_names_the_target(make_eagle3, publish, target):
     (directory / "README.md").write_text(f"---\nbase_model: {target}\n---\nA head.\n")
     assert open_head(directory).meta["target"]["name"] == target
     check_serves(directory, None)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}])
+def test_a_rope_without_its_keys_is_named(make_eagle3, publish, target, rope):
+    """transformers raises a KeyError, which is no error that a command prints."""
+    directory = publish("specforge", make_eagle3(), lambda config, _: config.update(rope_scaling=rope))
+    with pytest.raises(ValueError, match="rope .*cannot be used"):
+        open_head(directory, target=target)
+
+
+def test_an_index_without_files_is_named(make_eagle3, publish, target):
+    directory = publish("specforge", make_eagle3())
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(WeightsError, match=r"index.json has no weight_map"):
+        open_head(directory, target=target)
+
+
+def test_an_empty_d2t_is_a_warning(make_eagle3, publish, target):
+    """A buffer that was never filled reads as the first ids; without t2d nothing else says so."""
+
+    def empty(_, tensors):
+        del tensors["t2d"]
+        tensors["d2t"].zero_()
+
+    (line,) = lines(open_head(publish("specforge", make_eagle3(), empty), target=target), "t2d")
+    assert line.warning and "never filled" in line.line

@@ -115,6 +115,12 @@ PHI4 = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
 
+# Of a model that also sees images: a text in place of parts leaves the turns empty.
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 CHATML_TURNS = (
     f"<|im_start|>user\n{Q1}<|im_end|>\n<|im_start|>assistant\n{A1}<|im_end|>\n"
     f"<|im_start|>user\n{Q2}<|im_end|>\n<|im_start|>assistant\n"
@@ -177,6 +183,9 @@ FAMILIES = {
         f"<|im_start|>user<|im_sep|>{Q1}<|im_end|><|im_start|>assistant<|im_sep|>{A1}<|im_end|>"
         f"<|im_start|>user<|im_sep|>{Q2}<|im_end|><|im_start|>assistant<|im_sep|>{A2}<|im_end|>",
         (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
+    ),
+    "parts": Family(
+        PARTS, IM, f"{CHATML_TURNS}{A2}<|im_end|>\n", (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
     ),
 }  # fmt: skip
 

@@ -64,10 +64,15 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
         ({"messages": []}, "none of the 0 messages is a user message"),
         ({"conversations": []}, "none of the 0 messages is a user message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "none of the 1 messages is a user message"),
-        ({"messages": [{"role": "user", "content": None}]}, "NoneType; expected a string"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is missing; expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
         ({"turns": "One."}, "is a str; expected a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content.0. is {'type': 'text'}; "),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content.0. is .* is needed"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"role is \['user'\]; expected a text"),
+        ({"prompt": "\ud83d"}, "messages|prompt.*: content is not valid unicode"),
+        ({"prompt": "x", "id": "\ud83d"}, "the id is not valid unicode"),
         ({"messages": ["x", 3]}, "is a str; expected an object"),
         ([1], "is a list; expected a JSON object"),
     ],
@@ -184,6 +189,8 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     rows = [
         {"id": f"c{at}", "conversations": [{"from": a, "value": b} for a, b in row]} for at, row in enumerate(texts)
     ]
+    # Arrow gives every message all keys of the others, null where it has none.
+    rows[4]["conversations"] = [{"role": "user", "content": "q4"}]
     write(tmp_path / "files" / "train.jsonl", rows)
     read = read_conversations(f"hub:{tmp_path / 'files'}", limit=limit)
     assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]

@@ -46,6 +46,7 @@ class ScriptedEngine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.aborted: list[Request] = []
+        self.eager_rounds = 0
         self.fail_next_step: Exception | None = None
         self.step_seconds = 0.0
         self.allow = threading.Event()
@@ -56,7 +57,7 @@ class ScriptedEngine:
     def scheduler(self) -> SimpleNamespace:
         """What engine_load.load_of reads of an engine's own."""
         memory = SimpleNamespace(pool=self._pool)
-        return SimpleNamespace(running=self.running, waiting=self.waiting, reading=None, memory=memory)
+        return SimpleNamespace(running=self.running, waiting=self.waiting, reading=None, memory=memory, refused_rows=0)
 
     def add_request(
         self,

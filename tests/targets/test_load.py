@@ -201,3 +201,36 @@ def test_loading_shows_no_bar_and_leaves_the_switch(tiny_target_directory, capsy
     load_target(tiny_target_directory)
     assert "Loading weights" not in capsys.readouterr().err
     assert transformers_logging.is_progress_bar_enabled() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "wrong"),
+    [
+        ("config.json", {"hidden_size": "64"}),
+        ("config.json", {"num_key_value_heads": 0}),
+        ("config.json", {"hidden_act": "nope"}),
+        ("config.json", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}),
+        ("config.json", {"dtype": "nope"}),
+        ("config.json", {"quantization_config": 3}),
+        ("config.json", {"layer_types": ["nope"] * 7}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 3}),
+    ],
+)
+def test_a_wrong_value_is_one_line(directory, file, wrong):
+    """Whatever transformers raises over it: a traceback names no file, and is no exit status of 2."""
+    path = directory / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    with pytest.raises(TargetError, match="cannot be loaded") as caught:
+        load_target(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite_are_named(directory, tiny_target, name, value):
+    """The check of the logits itself failed on them: "atol must be >= 0, got -nan"."""
+    model = copy.deepcopy(tiny_target.model)
+    model.get_parameter(name).data[-1, 0] = value
+    model.save_pretrained(directory)
+    with pytest.raises(TargetError, match=f"its weights have some: {name}"):
+        load_target(directory)

@@ -69,6 +69,7 @@ def test_stop_ids_without_template_or_eos_are_empty(tiny_target):
         ("{% for m in messages %}{{ m['content'] }} \n <|endoftext|><|im_end|>{% endfor %}", 0),
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
         ("{% for m in messages %}{{ m['content'] }} end{% endfor %}", None),
+        ("{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}<|im_end|>{% endfor %}", 2),
     ],
 )
 def test_end_of_turn_is_the_special_token_right_after_the_answer(tiny_target, template, expected):
@@ -85,6 +86,13 @@ def test_a_template_that_cannot_render_is_a_clear_error(tiny_target):
     """Templates of multimodal models may want lists of parts; jinja's message alone names no template."""
     with pytest.raises(TargetError, match="cannot render a question and its answer .*no strings here"):
         end_of_turn_id(with_template(tiny_target, "{{ raise_exception('no strings here') }}"))
+
+
+def test_a_template_that_drops_questions_is_refused(tiny_target):
+    """It wrote the same empty prompt for every question, and rollouts answered that."""
+    tokenizer = with_template(tiny_target, "{% for m in messages %}{{ m['role'] }}{{ m['words'] }}{% endfor %}")
+    with pytest.raises(TargetError, match="leaves the text of a user's message out"):
+        end_of_turn_id(tokenizer)
 
 
 def test_template_hash_follows_the_template(tiny_target):

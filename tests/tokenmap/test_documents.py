@@ -46,15 +46,24 @@ def test_response_tokens_of_rollouts_are_counted_by_their_split(tmp_path):
         ({"input_ids": [1, 2]}, "r.jsonl:2: no text field among input_ids; .* or input_ids and response_spans"),
         ({"input_ids": [1, 2], "response_spans": [[1, 3]]}, "r.jsonl:2: response span \\[1, 3\\) is outside"),
         ({"score": 1}, "r.jsonl:2: no text field among score"),
-        ({"messages": ["hi"]}, "r.jsonl:2: a message is a str"),
-        ({"messages": [{"role": "user", "content": 5}]}, "r.jsonl:2: message has keys"),
+        ({"text": "\ud83d"}, "r.jsonl:2: text is not valid unicode"),
     ],
 )
 def test_a_bad_row_names_its_line(tmp_path, row, words):
     """Skipping a row of the user's own file would silently change the counts."""
     path = jsonl(tmp_path / "r.jsonl", [{"text": "fine"}, row])
-    with pytest.raises(TokenMapError, match=words):
+    with pytest.raises((DataError, TokenMapError), match=words):
         read(path)
+
+
+def test_messages_are_read_as_those_of_prompts(tmp_path):
+    """What prompts.sources takes was refused here, and what has no text ended in a traceback."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = {"messages": [{"from": None, "role": "assistant", "content": parts}]}
+    assert texts(jsonl(tmp_path / "r.jsonl", [row])) == ["ab"]
+    for message in ("hi", {"role": "user", "content": 5}, {"role": "assistant", "content": [{"type": "text"}]}):
+        with pytest.raises(DataError, match="r.jsonl:1: a message"):
+            read(jsonl(tmp_path / "r.jsonl", [{"messages": [message]}]))
 
 
 def test_a_torn_last_line_names_its_line(tmp_path):
@@ -81,7 +90,7 @@ def test_each_kind_of_row(tmp_path, name):
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}], "category": "math"},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "two"}]},
         {"text": "three", "id": 4, "task": "code"},
-        {"messages": [{"role": "assistant", "content": None}]},
+        {"messages": [{"role": "tool", "content": "9"}, {"role": "assistant", "content": None}]},
     ]
     path = tmp_path / name
     if path.suffix == ".parquet":
@@ -139,6 +148,15 @@ def test_nothing_is_lost_where_text_is_cut(tmp_path, monkeypatch, shard_bytes):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     found = texts(tmp_path / "a.txt")
     assert len(found) > 1 and "".join(found) == text and all(one.endswith("\n") for one in found[:-1])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.json"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    """Editors write it first; it was counted as tokens, and made JSON unreadable."""
+    text = {"a.jsonl": '{"text": "first"}', "a.json": '[{"text": "first"}]'}.get(name, "first")
+    data = text.encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert texts(tmp_path / name) == ["first"]
 
 
 def test_documents_end_at_the_best_place_in_reach(tmp_path, monkeypatch):

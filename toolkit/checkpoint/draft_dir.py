@@ -165,7 +165,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
 
 
 def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
-    if "toolkit" not in stored:
+    if not isinstance(stored.get("toolkit"), dict):
         raise DraftDirError(
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
             "`toolkit export --draft DIR --to toolkit --out NEW` converts heads of other projects"
@@ -185,7 +185,7 @@ def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
         raise DraftDirError(f"{directory}/config.json lacks {', '.join(lacking)}; copy the file again from its source")
     try:
         return kind.from_dict(values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise DraftDirError(f"{directory}/config.json: {error}") from error
 
 

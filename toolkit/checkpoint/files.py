@@ -169,7 +169,10 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     for single in (SAFETENSORS, PICKLE):
         index = directory / INDEX[single]
         if index.is_file():
-            return tuple(sorted(set(read_json(index)["weight_map"].values())))
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(one, str) for one in shards.values()):
+                raise WeightsError(f"{index} has no weight_map of tensor names to files; export the weights again")
+            return tuple(sorted(set(shards.values())))
         if (directory / single).is_file():
             return (single,)
     found = sorted(path.name for path in (*directory.glob("*.safetensors"), *directory.glob("*.bin")))

@@ -40,7 +40,9 @@ READ = frozenset(
 )  # fmt: skip
 # Settings with the one value that the head computes.
 PLAIN: dict[str, Any] = {
-    **dict.fromkeys(("is_causal", "causal", "attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False),
+    **dict.fromkeys(
+        ("is_causal", "causal", "causal_head", "attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False
+    ),
     **dict.fromkeys(("use_gemma_norm", "add_swa_attention_sink_bias", "gating", "shift_label"), False),
     **dict.fromkeys(("projector_type", "quantization_config"), None),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0),

@@ -75,7 +75,9 @@ def read_token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors,
         raise WeightsError(f"wrong shape: d2t has {d2t.numel()} entries, the draft vocabulary {size}")
     token_map = TokenMap.from_d2t(d2t, vocab_size)
     if t2d is None:
-        resolver.note("t2d", "from d2t", "absent; d2t says the same")
+        empty = size < vocab_size and not d2t.any()
+        rule = f"absent; d2t is all zero: ids 0..{size - 1}, or it was never filled; accept_length will show"
+        resolver.note("t2d", "from d2t", rule if empty else "absent; d2t says the same", warning=empty)
     elif not torch.equal(token_map.t2d, t2d.bool()):
         raise WeightsError("d2t and t2d do not describe the same draft vocabulary; export the head again")
     return token_map

@@ -18,6 +18,7 @@ from toolkit.targets.facts import (
 )
 from toolkit.targets.load import load_tokenizer
 from toolkit.targets.mtp_names import native_mtp_layers
+from toolkit.targets.target import end_of_turn_id
 
 
 def inspect_target(name: str, revision: str | None = None) -> Report:
@@ -78,7 +79,12 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
     report.rows.append(("tokenizer", f"{len(tokenizer):,} ids"))
     has_template = bool(getattr(tokenizer, "chat_template", None))
     report.rows.append(("chat template", "present" if has_template else "absent"))
-    if not has_template:
+    if has_template:
+        try:
+            end_of_turn_id(tokenizer)
+        except TargetError as error:
+            report.refuse(str(error))
+    else:
         report.wrong.append("no chat template: heads are trained on templated text, and accept_length falls without it")
     if len(tokenizer) > vocab_size:
         report.wrong.append(f"the tokenizer has {len(tokenizer)} ids, the embedding {vocab_size} rows")

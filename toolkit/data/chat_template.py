@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for
 from toolkit.jsonl import DataError
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: <|channel|>name<|message|>text
@@ -96,8 +96,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
     template_text(tokenizer)
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except TemplateError as error:
+        return tokenizer.apply_chat_template(messages_for(tokenizer, messages), **options)
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ChatTemplateError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} rejects the roles [{roles}]: {error}; "

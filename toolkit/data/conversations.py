@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.chat_roles import ROLES
+from toolkit.chat_rows import ROLES, encodable, read_message
 from toolkit.data.chat_template import Message
 from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows
 from toolkit.jsonl import DataError, StoredRows, read_placed_rows
@@ -126,23 +126,15 @@ def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -
         raise DataError(f"{where}: none of the {len(messages)} messages is a user message; at least one is required")
     if any(message["role"] == "system" for message in messages[1:]):
         raise DataError(f"{where}: a system message follows other messages; it must be the first message")
-    return Conversation(_id(row, default_id), messages)
+    return Conversation(encodable(_id(row, default_id), f"{where}: the id"), messages)
 
 
 def _message(entry: Any, where: str) -> Message:
-    if not isinstance(entry, Mapping):
-        raise DataError(f"{where}: is a {type(entry).__name__}; expected an object with role and content")
-    role = entry.get("from", entry.get("role"))
-    content = entry.get("value", entry.get("content"))
+    role, content = read_message(entry, where)
     if role not in ROLES:
         raise DataError(f"{where}: role is {role!r}; expected one of {', '.join(ROLES)}")
-    if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-        if any(kind != "text" for kind in kinds):
-            raise DataError(f"{where}: content has parts of types {kinds}; only text is supported")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where}: content is a {type(content).__name__}; expected a string")
+    if content is None:
+        raise DataError(f"{where}: content is missing; expected a string")
     if ROLES[role] == "user" and not content.strip():
         raise DataError(f"{where}: the user message is empty; remove the row or fill in the message")
     return {"role": ROLES[role], "content": content}

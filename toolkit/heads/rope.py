@@ -24,15 +24,18 @@ class Rope:
             raise ValueError(
                 f"rope_type {rope_type!r} is not supported in a draft head; {', '.join(STATIC_ROPE_TYPES)} are"
             )
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_position_embeddings,
-            rope_parameters=dict(rope_parameters),
-        )
-        with torch.device("cpu"):  # a head on the meta device has frequencies too
-            source = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_position_embeddings,
+                rope_parameters=dict(rope_parameters),
+            )
+            with torch.device("cpu"):  # a head on the meta device has frequencies too
+                source = LlamaRotaryEmbedding(config)
+        except Exception as error:  # whatever transformers makes of a wrong or missing value
+            raise ValueError(f"rope {rope_parameters} cannot be used: {' '.join(str(error).split())}") from error
         self.inv_freq = source.inv_freq.float()
         self.scaling = float(source.attention_scaling)
         self._tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}

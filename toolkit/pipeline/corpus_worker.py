@@ -55,7 +55,7 @@ class ShardCounter:
             return
         found = False
 
-        def note(error: TokenMapError) -> None:
+        def note(error: Exception) -> None:
             # Users cannot correct a row of a hub dataset, so it is skipped and counted.
             bad.append(str(error))
             if not found and len(bad) >= MAX_ROWS_WITHOUT_TEXT:

@@ -100,7 +100,10 @@ def tensor_names(facts: TargetFacts) -> dict[str, str]:
     """Name -> file of each tensor of the target's safetensors weights. Raises `TargetError` without such weights."""
     index = target_file(facts.source, facts.revision, INDEX)
     if index is not None:
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise TargetError(f"{index} has no weight_map of tensor names to files; get it again") from error
     single = target_file(facts.source, facts.revision, SINGLE)
     if single is None:
         raise TargetError(f"target {facts.name} has neither {SINGLE} nor {INDEX}; safetensors weights are needed")

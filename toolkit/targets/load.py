@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -186,7 +185,7 @@ def _load_config(source: str, revision: str | None) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except OSError as error:
         raise TargetError(_no_config(source, error)) from error
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers makes of a wrong value
         if "trust_remote_code" in str(error):
             raise UnknownFamilyError(
                 f"target {source!r} needs the code of its own repository, which is not run here; give a target whose "
@@ -204,7 +203,7 @@ def _load_config(source: str, revision: str | None) -> PretrainedConfig:
 def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise TargetError(
             f"the tokenizer of target {source!r} cannot be loaded: {_first_line(error)} Put tokenizer.json and "
             "tokenizer_config.json into the folder of the weights"
@@ -227,7 +226,7 @@ def _load_model(source: str, revision: str | None, config: PretrainedConfig, dty
                 dtype=dtype,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # a wrong value of its config fails anywhere in the construction
         raise TargetError(f"target {source!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
     model, info = loaded
     missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
@@ -245,11 +244,17 @@ def _load_model(source: str, revision: str | None, config: PretrainedConfig, dty
 
 @torch.inference_mode()
 def _check_logits(target: Target) -> None:
-    """Raise `TargetError` if the model's logits differ from `Target.logits` of the body's last hidden state, which the
-    engine and the teacher use."""
+    """Raise `TargetError` if the model's logits are not finite, or differ from `Target.logits` of the body's last
+    hidden state, which the engine and the teacher use."""
     ids = torch.arange(min(4, target.vocab_size), device=target.device)[None]
     ours = target.logits(target.body(input_ids=ids, use_cache=False).last_hidden_state).float()
     theirs = target.model(input_ids=ids, use_cache=False).logits.float()
+    if not (theirs.isfinite().all() and _is_finite(target.model.get_output_embeddings().weight)):
+        broken = _some([name for name, weight in target.model.named_parameters() if not _is_finite(weight)])
+        raise TargetError(
+            f"target {target.name} computes NaN or infinity in {target.dtype}; "
+            + ("choose another dtype" if broken == "none" else f"its weights have some: {broken}. Get them again")
+        )
     if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
         raise TargetError(
             f"{type(target.model).__name__} ({target.name}) changes its logits in a way that is not supported "
@@ -258,8 +263,15 @@ def _check_logits(target: Target) -> None:
         )
 
 
+def _is_finite(weight: torch.Tensor) -> bool:
+    return bool(weight.sum(dtype=torch.float32).isfinite())
+
+
 def _first_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = f"{first} {rest[0]}" if first.endswith(":") and rest else first
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # their texts are no sentences
+        text = f"{type(error).__name__} {text}"
     return text if text.endswith((".", ";", "!")) else text + "."
 
 

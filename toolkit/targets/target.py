@@ -12,17 +12,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.chat_rows import SENTINEL, TEMPLATE_ERRORS, hides_questions, messages_for
 from toolkit.errors import TargetError
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-SENTINEL = "Zebra7Quartz"  # an answer that templates leave as it is
 
 
 @dataclass(eq=False)
@@ -227,7 +226,7 @@ def stop_ids_of(
     found: set[int] = set()
     for source in (generation, config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
+        found.update(one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int))
     end_of_turn = end_of_turn_id(tokenizer)
     if end_of_turn is not None:
         found.add(end_of_turn)
@@ -237,14 +236,16 @@ def stop_ids_of(
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template puts right after an assistant's answer, or None.
 
-    Raises `TargetError` when the template cannot render a question and its answer.
+    Raises `TargetError` when the template cannot render a question and its answer, or hides the question.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
+    if hides_questions(tokenizer):
+        raise TargetError("the chat template leaves the text of a user's message out; correct the template")
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
     try:
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError as error:
+        rendered = str(tokenizer.apply_chat_template(messages_for(tokenizer, messages), tokenize=False))
+    except TEMPLATE_ERRORS as error:
         raise TargetError(
             f"the chat template cannot render a question and its answer ({error}); correct the template"
         ) from error

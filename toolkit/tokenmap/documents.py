@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.chat_roles import ROLES
+from toolkit.chat_rows import ROLES, encodable, read_message
 from toolkit.errors import TokenMapError
 from toolkit.jsonl import DataError, parse_row, read_lines, read_placed_rows
 from toolkit.tokenmap.corpus import PARQUET, Piece, is_rows, is_whole
@@ -50,7 +50,8 @@ def documents_of(piece: Piece, roles: Sequence[str]) -> Iterator[Document]:
 
     In a row with messages, each turn of `roles` is a document; in a rollout, each span of response ids; in other rows,
     the text field. Memory: one piece, or one row; a .json file is read at once.
-    Raises `TokenMapError` with file and line for a row without any of them, `DataError` for a file that cannot be read.
+    Raises `TokenMapError` with file and line for a row without any of them, `DataError` for a file that cannot be read
+    and for a message that is none.
     """
     path = Path(piece.source)
     if path.suffix == PARQUET:
@@ -67,7 +68,7 @@ def documents_of(piece: Piece, roles: Sequence[str]) -> Iterator[Document]:
 def row_documents(
     rows: Iterable[tuple[object, Any]],
     roles: Sequence[str],
-    on_bad_row: Callable[[TokenMapError], None] | None = None,
+    on_bad_row: Callable[[Exception], None] | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of (place, row). A row without text is handed to `on_bad_row`, or is an error without it."""
     for where, row in rows:
@@ -78,7 +79,7 @@ def row_documents(
                 found = [Document(ids, task, held_out) for ids in _responses(row, where)]
             else:
                 found = [Document(text, task) for text in _texts_of_row(row, roles, where)]
-        except TokenMapError as error:
+        except (DataError, TokenMapError) as error:
             if on_bad_row is None:
                 raise
             on_bad_row(error)
@@ -102,7 +103,7 @@ def _texts_of_row(row: dict[str, Any], roles: Sequence[str], where: object) -> I
             return
     for field in TEXT_FIELDS:
         if isinstance(row.get(field), str):
-            yield row[field]
+            yield encodable(row[field], f"{where}: {field}")
             return
     raise TokenMapError(
         f"{where}: no text field among {', '.join(map(str, row)) or '(none)'}; expected one of "
@@ -112,12 +113,7 @@ def _texts_of_row(row: dict[str, Any], roles: Sequence[str], where: object) -> I
 
 def _turns(messages: list[Any], roles: Sequence[str], where: object) -> Iterator[str]:
     for message in messages:
-        if not isinstance(message, dict):
-            raise TokenMapError(f"{where}: a message is a {type(message).__name__}; expected an object")
-        role = message.get("role", message.get("from"))
-        content = message.get("content", message.get("value"))
-        if not isinstance(role, str) or not isinstance(content, (str, type(None))):
-            raise TokenMapError(f"{where}: message has keys {sorted(message)}; expected role and content as strings")
+        role, content = read_message(message, f"{where}: a message")
         if content and ROLES.get(role, role) in roles:
             yield content
 
@@ -161,7 +157,7 @@ def _text_between(path: Path, start: int, end: int) -> str:
 
 def _decoded(data: bytes, path: Path, offset: int) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8" if offset else "utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         where = _LineAt(path, offset + error.start)
         raise DataError(f"{where}: {error}; expected UTF-8 text, copy the file again") from error

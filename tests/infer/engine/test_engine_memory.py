@@ -432,3 +432,56 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     assert engine._memory._prefixes is not None
     engine._memory._prefixes.evict(engine._memory.pool.capacity)
     assert held <= 18 and engine._memory.pool.held == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_a_prefill_that_runs_out_of_memory_fails_at_most_its_own_request(tiny_target, monkeypatch, error):
+    """It failed every request in flight. A prompt that fits in smaller chunks is read in those."""
+    params = SamplingParams(max_tokens=20)
+    prompts = [[5, 6, 7], [9] * 300]
+    wanted = [one.output_ids for one in Engine(tiny_target).generate(prompts, params)]
+    for fits in (64, 32):
+        engine = Engine(tiny_target)
+        read = engine._prompts._read
+
+        def limited(row, group, tokens, drafter, read=read, fits=fits):
+            if tokens > fits:
+                raise error
+            return read(row, group, tokens, drafter)
+
+        monkeypatch.setattr(engine._prompts, "_read", limited)
+        short, long = engine.generate(prompts, params)
+        assert short.output_ids == wanted[0]
+        if fits == 64:
+            assert long.output_ids == wanted[1]
+        else:
+            assert long.failed and "needs more memory" in long.stop_reason
+        engine.check_integrity()
+        engine.close()
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (0.0038, 32), (1.0, 16), (1e-6, 1024)])
+def test_chunks_follow_the_measured_speed_while_others_decode(tiny_target, monkeypatch, token_s, most):
+    """A long prompt stopped every stream for seconds. Alone it is read in whole chunks; the answer is the same."""
+    params = SamplingParams(max_tokens=40)
+    (wanted,) = Engine(tiny_target).generate([[9] * 300], params)
+    engine, sizes = Engine(tiny_target), []
+    engine.keep_pace(0.15)
+    read = engine._prompts._read
+
+    def noted(row, group, tokens, drafter):
+        sizes.append((len(engine.scheduler.running) > len(group), tokens))
+        fresh = read(row, group, tokens, drafter)
+        engine._prompts._token_s = token_s
+        return fresh
+
+    monkeypatch.setattr(engine._prompts, "_read", noted)
+    first = engine.add_request([9] * 300, params)
+    engine.step()
+    second = engine.add_request([9, 8] + [7] * 290, params)
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert first.output_ids == wanted.output_ids and second.finished
+    assert sizes[0] == (False, 300) and max(tokens for _, tokens in sizes[1:]) <= most
+    assert most == 1024 or sum(tokens for _, tokens in sizes[1:]) >= 290

@@ -169,3 +169,25 @@ def test_close_fails_what_is_in_flight(scripted):
             await read(ticket)
 
     with_thread(engine, work)
+
+
+def test_an_abort_that_fails_ends_nothing_else(scripted):
+    """It ended the thread, and with it the server."""
+    engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))
+    engine.step_seconds, abort = 0.002, engine.abort
+
+    def fail(request):
+        abort(request)
+        raise RuntimeError("device lost")
+
+    async def work(thread):
+        ticket, other = [await thread.submit([one], SamplingParams(max_tokens=400)) for one in (1, 1)]
+        engine.abort = fail
+        thread.abort(ticket)
+        assert [update async for update in ticket.updates()][-1].finish_reason == "abort"
+        assert thread.alive and thread.failed_steps == 1
+        assert await read(await thread.submit([5], PARAMS)) == [15, 2]
+        engine.abort = abort
+        return await read(other)
+
+    assert with_thread(engine, work) == [7] * 400

@@ -130,3 +130,29 @@ def test_stop_string_across_tokens_of_a_stream(tiny_target):
         shown += stream.push(used[-1])
     assert shown + stream.finish() == "say 漢"
     assert tokenizer.decode(used) == "say 漢字"
+
+
+@pytest.mark.parametrize("name", ["bytes", "metaspace"])
+def test_a_character_at_any_border_is_whole_or_marked(tiny_target, metaspace, name):
+    """A token may end inside a character where the prompt ends, where the answer is cut, and where a stop begins."""
+    text, tokenizer = "漢 👩é", tiny_target.tokenizer if name == "bytes" else metaspace
+    sizes = [len(char.encode()) for char in text]
+    if name == "bytes":
+        ids = [tokenizer(char, add_special_tokens=False)["input_ids"] for char in text]
+    else:
+        names = [["▁"] if char == " " else [f"<0x{b:02X}>" for b in char.encode()] for char in text]
+        ids = [tokenizer.convert_tokens_to_ids(one) for one in names]
+    assert [len(one) for one in ids] == sizes  # a token a byte
+    ids, ends = [token for one in ids for token in one], [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    detokenizer = Detokenizer(tokenizer)
+    for begin in range(len(ids)):
+        whole = sum(end <= begin for end in ends)
+        for end in range(begin, len(ids) + 1):
+            shown = "".join(pieces(detokenizer.stream((), ids[:begin]), ids[begin:end]))
+            complete = sum(one <= end for one in ends)
+            assert shown.startswith(text[whole:complete]) and not shown[complete - whole :].strip("\ufffd")
+            incomplete = end - max(one for one in (0, begin, *ends) if one <= end)  # bytes of the last character
+            assert len(shown) - (complete - whole) <= incomplete, (begin, end)
+        stream = detokenizer.stream(["é"], ids[:begin])
+        shown = "".join(pieces(stream, ids[begin:]))
+        assert shown == text[whole:].partition("é")[0] and (stream.hit == "é") == ("é" in text[whole:])

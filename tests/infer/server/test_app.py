@@ -218,6 +218,7 @@ def test_prompt_too_long(scene):
         ({"n": 0}, "n", "0"),
         ({"n": True}, "n", "True"),
         ({"best_of": 2}, "best_of", "not supported"),
+        ({"verbosity": "low"}, "verbosity", "not supported"),
         ({"logprobs": 3}, "logprobs", "3"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids", "needs stream=false"),
@@ -261,7 +262,7 @@ LONG = "secret " * 3000
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prediction": {"content": LONG}},
+        {"audio": {"content": LONG}},
         {"messages": [{"role": "user", "content": "x", "audio": LONG}]},
         {"messages": [{"role": "user", "content": {"text": LONG}}]},
         {"model": LONG},
@@ -285,7 +286,8 @@ def test_neutral_fields_are_accepted(scene):
             "top_logprobs": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": [],
             "frequency_penalty": 0, "tools": [], "tool_choice": "auto", "user": "me",
             "logit_bias": None, "seed": -5, "top_k": -1, "ignore_eos": False, "stop": None, "metadata": {"a": "b"},
-            "response_format": {"type": "text"},
+            "response_format": {"type": "text"}, "store": True, "verbosity": "medium",
+            "prediction": {"type": "content", "content": "x"},
         }
     )  # fmt: skip
     assert answer.status_code == 200, answer.text

@@ -200,6 +200,7 @@ def test_status(scene):
     assert status["positions"][1] == {"offered": 3, "accepted": 3}
     assert status["load"] == {
         "running": 0, "waiting": 0, "request_tokens": 0, "cached_tokens": 0, "capacity_tokens": 4 * 512,
+        "refused_rows": 0, "eager_rounds": 0,
     }  # fmt: skip
     assert status["mean_seconds"]["time_to_first_token"] > 0 and status["history"][-1]["ago_s"] == 0
 

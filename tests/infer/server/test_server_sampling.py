@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from types import SimpleNamespace
+
 import httpx
 import openai
 import pytest
+import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
+from toolkit.infer.server.openai_protocol import CompletionRequest
 from toolkit.infer.server.openai_replies import LogprobForm
-from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.request_params import DefaultSampling, request_params
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
@@ -205,13 +211,6 @@ def test_ids_outside_the_vocabulary_are_a_400(client):
         assert caught.value.param == param
 
 
-def test_raw_completions_refuse_logprobs(url):
-    """The older form is not written, so it must not be accepted in silence."""
-    body = {"model": NAME, "prompt": "the fox", "logprobs": 2}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
-
-
 def test_token_bytes(tiny_target):
     """The bytes of single tokens join to the text's, also where a token is half of a character or begins with a
     space."""
@@ -228,3 +227,105 @@ def test_an_impossible_token_has_a_finite_number(tiny_target):
     entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))
     item = LogprobForm(tiny_target.tokenizer).content([entry])["content"][0]
     assert [top["logprob"] for top in item["top_logprobs"]] == [0.0, -9999.0]
+
+
+LIMITS = [-1, 5e-324, 1e308, float("nan"), 2**31 - 1, 2**63 - 1, 2**63, 10**400]
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+NUMBERS += ["seed", "max_tokens", "min_tokens", "n", "priority", "timeout"]
+
+
+def bodies_at_the_limits():
+    """(the wrong field, body) for every numeric field at the limits of its type and of tensors'."""
+    for name in NUMBERS:
+        yield from ((name, {name: value}) for value in LIMITS)
+    for value in LIMITS:
+        yield "logit_bias", {"logit_bias": {"5": value}}
+        yield "stop_token_ids", {"stop_token_ids": [value]}
+        yield "prompt", {"prompt": [9, value]}
+        if isinstance(value, int):
+            yield "logit_bias", {"logit_bias": {str(value): 1}}
+    yield "logit_bias", {"logit_bias": {"9" * 5000: 1}}
+
+
+def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
+    """A number that overflows a tensor of the batch ended the step, and with it every request in flight."""
+    base = {"model": NAME, "prompt": [9, 9], "max_tokens": 1, "temperature": 1.0, "speculative": False}
+    kind = {"Content-Type": "application/json"}
+    failed, neighbours, done = [], [], threading.Event()
+
+    def neighbour():
+        while not done.is_set():
+            body = base | {"max_tokens": 40, "ignore_eos": True, "top_k": 5}
+            neighbours.append(client.post("/v1/completions", json=body).status_code)
+
+    threads = [threading.Thread(target=neighbour) for _ in range(2)]
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for thread in threads:
+            thread.start()
+        for field, fields in bodies_at_the_limits():
+            reply = client.post("/v1/completions", content=json.dumps(base | fields), headers=kind)
+            error = {"param": field} if reply.status_code == 200 else reply.json()["error"]
+            right = (error["param"] or "").startswith(field) or error["code"] == "context_length_exceeded"
+            if reply.status_code not in (200, 400, 408) or not (right or field == "timeout"):
+                failed.append((str(fields)[:80], reply.status_code, error))
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failed and set(neighbours) == {200}
+
+
+@pytest.mark.parametrize(
+    ("stated", "taken"),
+    [
+        ({"top_k": -1, "top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 20.0}, {"top_k": 20}),
+        ({"temperature": 1e-9}, {"temperature": 0.0}),
+        ({"temperature": -1.0, "min_p": -0.1, "repetition_penalty": 0}, {}),
+        ({"temperature": "0.7", "top_p": True, "top_k": 2**70}, {}),
+        ({"temperature": float("nan"), "top_p": 1.5}, {}),
+    ],
+)
+def test_odd_defaults_of_a_target_never_fail_a_request(stated, taken):
+    """A server was ready, and refused every request that stated no settings of its own."""
+    config = SimpleNamespace(to_diff_dict=lambda: stated)
+    defaults = DefaultSampling.of(SimpleNamespace(model=SimpleNamespace(generation_config=config)))
+    assert defaults == DefaultSampling(**taken) and defaults.text
+    body = CompletionRequest.model_validate({"model": NAME, "prompt": "x"})
+    assert request_params(body, defaults, 9).temperature == defaults.temperature
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_the_model(client, tiny_target):
+    """What lm-evaluation-harness scores: sums over a continuation, and whether each of its tokens is the best one."""
+    prompts = [[9, 40, 41, 50] * 30, [7, 8]]
+    for fields in ({"max_tokens": 1, "echo": True}, {"max_tokens": 0, "echo": True}):
+        reply = client.completions.create(model=NAME, prompt=prompts, logprobs=2, temperature=0, **fields)
+        assert [choice.index for choice in reply.choices] == [0, 1] and reply.usage.prompt_tokens == 122
+        for choice, prompt in zip(reply.choices, prompts, strict=True):
+            logits = tiny_target.model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+            wanted = logits[range(len(prompt) - 1), prompt[1:]].tolist()
+            found = choice.logprobs
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(wanted, abs=1e-4)
+            best = [max(one.values()) for one in found.top_logprobs[1 : len(prompt)]]
+            assert best == pytest.approx(logits[: len(prompt) - 1].max(dim=-1).values.tolist(), abs=1e-4)
+            assert len(found.tokens) == len(prompt) + fields["max_tokens"] == len(found.text_offset)
+            assert choice.text.startswith(tiny_target.tokenizer.decode(prompt))
+    assert reply.usage.completion_tokens == 0
+
+
+def test_several_prompts_and_the_best_of_several_answers(client):
+    """Prompts are answered in order, as alone; of `best_of` answers the most probable ones return."""
+    fields = {"model": NAME, "max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 0}
+    alone = [client.completions.create(prompt=one, **fields).choices[0].text for one in ("count", "the fox")]
+    both = client.completions.create(prompt=["count", "the fox"], **fields)
+    assert [choice.text for choice in both.choices] == alone
+    every = client.completions.create(prompt="count", n=5, **fields).choices
+    best = client.completions.create(prompt=["count"], n=2, best_of=5, **fields)
+    means = sorted(sum(one.logprobs.token_logprobs) / len(one.logprobs.tokens) for one in every)
+    found = [sum(one.logprobs.token_logprobs) / len(one.logprobs.tokens) for one in best.choices]
+    assert found == pytest.approx([means[-1], means[-2]]) and best.usage.completion_tokens > 12
+    streamed = [chunk.choices[0] for chunk in client.completions.create(prompt="count", stream=True, **fields)]
+    assert sum((one.logprobs.token_logprobs for one in streamed if one.logprobs), []) == pytest.approx(
+        every[0].logprobs.token_logprobs, abs=1e-4
+    )
+    assert "".join(one.text for one in streamed) == every[0].text

@@ -13,7 +13,9 @@ from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.load.answer import Answer
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.update import Update
+from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.message_protocol import ToolFields, forced_schema
+from toolkit.infer.server.openai_protocol import ChatRequest
 from toolkit.infer.server.parsers import Parsers
 from toolkit.infer.server.writing import Writing
 
@@ -110,10 +112,19 @@ def test_one_call_ends_the_answer(scene):
 
 
 def test_a_cut_call_says_length(scene):
-    """Half of the arguments must not look complete."""
+    """Half of the arguments must not look complete. As history they are what the answer had, and no 400."""
     choice = scene.ask(tools=[WEATHER], max_tokens=90).choices[0]
     assert choice.finish_reason == "length" and choice.message.tool_calls
-    assert PARIS.startswith(choice.message.tool_calls[0].function.arguments)
+    cut = choice.message.tool_calls[0].function.arguments
+    assert PARIS.startswith(cut) and cut != PARIS
+    prompts = seen_prompt(scene)
+    scene.ask(messages=[*USER, choice.message.model_dump(), *USER], tools=[WEATHER])
+    assert f'"arguments": {cut}}}\n</tool_call>' in prompts[0]
+    items = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | items | list }}{% endfor %}"
+    tokenizer = copy.deepcopy(scene.tokenizer)
+    tokenizer.chat_template = items + "{% endfor %}{{ tools }}"
+    body = ChatRequest.model_validate({"model": NAME, "messages": [choice.message.model_dump()]})
+    assert f"'arguments', '{cut}'" in tokenizer.decode(ChatPrompts(tokenizer, Parsers("hermes")).ids(body))
 
 
 class Weather(BaseModel):
@@ -258,15 +269,6 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "'user'"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "object",
-        ),
     ],
 )
 def test_wrong_tools_name_the_field(scene, fields, param, says):
@@ -313,3 +315,24 @@ def test_special_tokens_that_mark_calls(scripted, tiny_target, running):
     assert message.content == "I ✨" and message.tool_calls[0].function.arguments == ROME
     assert len(message.tool_calls[0].id) == 9  # Mistral's templates refuse other ids
     assert plain.content == f"I ✨get_weather{ROME}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("run", [1, 40])
+def test_stop_strings_act_on_the_content(scene, run, stream):
+    """A model that thinks about a stop string must still answer; the count ends with the token of the stop."""
+    scene.engine.run = run
+    scene.text = "<think>\nNot 7 yet.\n</think>\n\nAt 漢7 it ends."
+    if stream:
+        chunks = [c for c in scene.ask(stop=["漢7", "yet"], stream=True) if c.choices]
+        content = "".join(c.choices[0].delta.content or "" for c in chunks)
+        reasoning = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        whole = scene.ask(stop=["漢7", "yet"])
+        message, reason = whole.choices[0].message, whole.choices[0].finish_reason
+        content, reasoning = message.content, message.reasoning_content
+        assert whole.usage.completion_tokens == len(scene.ids(scene.text.partition(" it")[0]))
+    assert (content, reasoning, reason) == ("At ", "Not 7 yet.", "stop")
+    held = scene.ask(stop=["7", "ends.!"], extra_body={"min_tokens": 200}).choices[0].message.content
+    assert held == "At 漢7 it ends."

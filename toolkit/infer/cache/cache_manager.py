@@ -115,8 +115,10 @@ class KVMemory:
                 f"at most); the cache holds {held}: draft less, raise `max_total_tokens`, or lower `context_length`"
             )
 
-    def admit(self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True) -> int | None:
-        """Give the empty row pages for `tokens` and one step after them; reuse the longest cached prefix.
+    def admit(
+        self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True, reuse: bool = True
+    ) -> int | None:
+        """Give the empty row pages for `tokens` and one step after them; `reuse` the longest cached prefix.
 
         drafted: the prefix must hold the drafter's entries too; otherwise the target's entries suffice.
         reserve: pages that must stay free for running requests.
@@ -126,7 +128,7 @@ class KVMemory:
         size = self.pool.page_size
         found: list[int] = []
         states: Snapshot | None = None
-        if self._prefixes is not None:
+        if self._prefixes is not None and reuse:
             wanted = (tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
             if self._states is None:
                 found = self._prefixes.find(*wanted)

@@ -100,6 +100,12 @@ class KVCache:
             pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
             pages.index_copy_(0, to, pages.index_select(0, of))
 
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Write zeros to pages of all layers."""
+        numbers = upload(pages, self.shape.device, torch.long)
+        for store in (*self.keys, *self.values):
+            store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:]).index_fill_(0, numbers, 0)
+
     def forget_pages(self, first: int, count: int) -> None:
         """Return the memory of pages first .. first+count-1 to the system; whole system pages then read as zeros."""
         for store in (*self.keys, *self.values):

@@ -34,6 +34,8 @@ class PagedStore(Protocol):
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None: ...
 
+    def zero_pages(self, pages: Sequence[int]) -> None: ...
+
     def forget_pages(self, first: int, count: int) -> None:
         """Drop the content of pages first .. first+count-1; their memory may return to the system."""
         ...
@@ -103,6 +105,12 @@ class PagePool:
             self._holders[page] = 1
             table.append(page)
         return True
+
+    def clear(self, row: int) -> None:
+        """Write zeros to the pages that only this row holds: what is masked is multiplied by 0, and 0 * nan is nan."""
+        mine = [page for page in self.tables[row] if self._holders[page] == 1]
+        for store in self._stores:
+            store.zero_pages(mine)
 
     def release(self, row: int) -> None:
         """Drop all pages of the row."""

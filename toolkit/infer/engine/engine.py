@@ -48,6 +48,11 @@ from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread calls step().
 
@@ -191,6 +196,16 @@ class Engine:
         """Whether rounds run as CUDA graphs. A replay runs no host code, so module hooks do not fire."""
         return self._launches.graphs is not None
 
+    def keep_pace(self, gap_s: float) -> None:
+        """Read prompts in chunks of at most about so many seconds while requests run, by the measured speed (CPU)."""
+        if self.target.device.type == "cpu":
+            self._prompts.gap_s = gap_s
+
+    @property
+    def eager_rounds(self) -> int:
+        """Rounds that ran without a graph, of an engine that has some."""
+        return self._launches.eager_rounds
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
@@ -259,10 +274,12 @@ class Engine:
         before = len(self._running)
         try:
             begun = self._prompts.read_due(self.drafter, self._keep)
-        except BaseException:
+        except BaseException as error:
             self.scheduler.put_back()
             self._rounds.rows_changed()  # prompts prefilled before the failure hold rows now
-            raise
+            if not out_of_memory(error):
+                raise
+            return self.scheduler.read_less(str(error))
         if len(self._running) > before:
             self._rounds.rows_changed()
             self._finish()
@@ -296,8 +313,10 @@ class Engine:
         return self._commit(result, None, began, began)
 
     def _keep(self, row: int, request: Request) -> None:
-        """Insert the positions that a row has read into the prefix cache."""
-        if request.ready:
+        """Insert the positions that a row has read into the prefix cache; wipe those of a request that failed."""
+        if request.failed:
+            self._memory.pool.clear(row)
+        elif request.ready:
             drafted = self.drafter.positions_read(row, request)
             read = min(request.length - 1, drafted or request.length)
             self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)

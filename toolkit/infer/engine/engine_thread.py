@@ -252,7 +252,7 @@ class EngineThread:
                     self._add(ticket)
                 elif ticket._request is not None and id(ticket.request) in self._active:
                     del self._active[id(ticket.request)]
-                    self._engine.abort(ticket.request)
+                    self._abort(ticket.request)
                     ticket._deliver(ticket.request)
         return True
 
@@ -264,6 +264,14 @@ class EngineThread:
             yield
         finally:
             self._call_began = None
+
+    def _abort(self, request: Request) -> None:
+        """Abort a request. If that fails, the others go on: the next step frees its row, or fails itself."""
+        try:
+            self._engine.abort(request)
+        except Exception:
+            self.failed_steps += 1
+            logger.exception("the engine failed to abort a request")
 
     def _add(self, ticket: Ticket) -> None:
         try:
@@ -291,8 +299,9 @@ class EngineThread:
             ticket = self._active.get(id(request))
             if ticket is None:
                 continue
-            if request.finish_reason == "abort":  # by the engine itself, which does it for a grammar alone
-                ticket._fail(GrammarFailure(str(request.stop_reason)))
+            if request.finish_reason == "abort":  # by the engine itself
+                of_grammar = request.grammar is not None and request.grammar.failure is not None
+                ticket._fail((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
             else:
                 ticket._deliver(request)
             if request.finish_reason is not None:
@@ -305,7 +314,7 @@ class EngineThread:
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
         for request in reversed(requests):  # last row first, so that no half-written row moves
-            self._engine.abort(request)
+            self._abort(request)
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were aborted")
 

@@ -5,6 +5,7 @@ Shapes: B rows, N tokens of each (padded on the right), H hidden size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,13 +16,17 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
-from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.engine.round import append
+from toolkit.infer.engine.scheduler import LEAST_CHUNK, Scheduler
 from toolkit.infer.request.draft_tree import root_only
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.infer.request.upload import upload
-from toolkit.infer.verify.sampler import Sampler
+from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target
+
+SMALLEST = 16  # tokens of a chunk: a pass over the weights costs as much as a few of them
+SCORED = 64  # prompt tokens whose logits are in memory at once
 
 
 class PromptReader:
@@ -38,6 +43,16 @@ class PromptReader:
         """states: of a hybrid target's linear-attention layers; the scheduler then gives prompts one by one."""
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
         self._states = states
+        self.gap_s: float | None = None  # the pause of running requests that a chunk may make; None: any
+        self._token_s = 0.0  # seconds a token of the last chunks
+
+    def _most(self) -> int:
+        """Prompt tokens to read now: a power of two that fits the pause, by the measured speed."""
+        chunk = self._scheduler.chunk
+        if self.gap_s is None or not self._scheduler.running:
+            return chunk
+        fits = int(self.gap_s / self._token_s) if self._token_s else LEAST_CHUNK
+        return min(chunk, 1 << max(SMALLEST.bit_length(), fits.bit_length()) - 1)
 
     def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
         """Prefill one chunk of prompts, or further chunks while no request runs.
@@ -46,7 +61,8 @@ class PromptReader:
         Returns the requests that got their first token.
         """
         begun: list[Request] = []
-        running, left = self._scheduler.running, self._scheduler.chunk
+        running, most = self._scheduler.running, self._most()
+        left = most
         while True:
             complete, fresh, tokens = self._read_some(left, drafter)
             if not tokens:
@@ -55,8 +71,8 @@ class PromptReader:
                 request.ready = True
                 keep(running.index(request), request)
             begun += fresh
-            left = left - tokens if running else self._scheduler.chunk
-            if left < self._scheduler.chunk / 4:  # too few tokens for another pass over the weights
+            left = min(left - tokens, self._most()) if running else most
+            if left < most / 4:  # too few tokens for another pass over the weights
                 return begun
 
     def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
@@ -99,7 +115,7 @@ class PromptReader:
         """Read the next `tokens` tokens of the rows from first_row on, to the end of all their texts or of none.
 
         Returns the requests that got their first token."""
-        device = self._target.device
+        device, begun = self._target.device, time.perf_counter()
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
         positions = upload(starts, device)[:, None] + torch.arange(tokens, device=device)
@@ -108,12 +124,30 @@ class PromptReader:
         states = None if self._states is None else self._states.prompt(first_row, starts)
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
         drafter.admit(first_row, group, tokens)
+        for row, request in enumerate(group):
+            if request.params.prompt_logprobs is not None:
+                self._score_prompt(request, hidden[row], starts[row])
+        seconds = (time.perf_counter() - begun) / (len(group) * tokens)
+        self._token_s = (self._token_s + seconds) / 2 if self._token_s else seconds
         last = [request.unread - 1 for request in group]
         for request in group:
             request.n_read += min(tokens, request.unread)
         if self._states is not None:
             self._states.end_prompt([request.n_read for request in group])
         return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
+
+    def _score_prompt(self, request: Request, hidden: Tensor, start: int) -> None:
+        """Keep the log-probabilities of the prompt's tokens that follow hidden [N, H], the states from `start` on."""
+        begin = max(start, len(request.prompt_logprobs))  # a preempted request is read again
+        for at in range(begin, min(start + len(hidden), len(request.prompt_ids) - 1), SCORED):
+            ids = request.prompt_ids[at + 1 : min(at + SCORED, start + len(hidden)) + 1]
+            tokens = upload([ids], hidden.device, torch.long)
+            logits = self._target.logits(hidden[at - start :][: len(ids)])[None]
+            most = request.params.prompt_logprobs or 0
+            found = NodeLogprobs.of([0], tokens[0, :0], most, logits, tokens)
+            columns = (ids, found.chosen[0].tolist(), found.ids[0].tolist(), found.top[0].tolist())
+            for token, value, best, values in zip(*columns, strict=True):
+                request.prompt_logprobs.append(TokenLogprob(token, value, tuple(zip(best, values, strict=True))))
 
     def _first_tokens(
         self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]
@@ -133,9 +167,11 @@ class PromptReader:
         roots = sampler.cut(root_only(input_ids[rows, ends]))
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = sampler(logits, positions, roots)
-        result = read_result(follow(roots, first.tokens), first.extra)
-        for request, tokens in zip(requests, result.path_tokens, strict=True):
-            request.append_run(tokens, 0)
+        followed = follow(roots, first.tokens)
+        followed.mark_nonfinite(hidden[rows, ends])
+        result = read_result(followed, first.extra)
+        for row, request in enumerate(requests):
+            append(request, row, result)
         if first.logprobs is not None:
             first.logprobs.record(requests, result)
         return requests

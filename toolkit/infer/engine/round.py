@@ -30,7 +30,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
-from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.request.request import NOT_FINITE, Request, VerifyEvent
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
 from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
@@ -62,6 +62,7 @@ def run_round(
     if context.forced is not None:
         decided = context.forced(*decided, rows.roots, rows.lengths)
     followed = follow(*decided)
+    followed.mark_nonfinite(hidden)
     committed = (followed.accepted + 1) * rows.real
     if context.head is not None:
         context.head.keep_features(rows, tree, followed, committed)
@@ -120,11 +121,11 @@ def commit(
 
     requests: by row. Ended requests get nothing: overlap runs one round too many for them. logprobs: of the rows that
     asked for them. started, proposed: begin of the round and end of drafting (perf_counter).
-    Returns the requests that got tokens.
+    Returns the requests that got tokens or ended.
     """
     verified = time.perf_counter()
     rows = [row for row, request in enumerate(requests) if not request.finished]
-    counts = [requests[row].append_run(result.path_tokens[row], result.accepted[row]) for row in rows]
+    counts = [append(requests[row], row, result) for row in rows]
     if logprobs is not None:
         logprobs.record(requests, result)
     times = (proposed - started, verified - proposed, time.perf_counter() - verified)
@@ -133,6 +134,14 @@ def commit(
         cut = count < accepted + 1
         requests[row].events.append(VerifyEvent(*offer, accepted, count, cut, *times, len(rows)))
     return [requests[row] for row in rows]
+
+
+def append(request: Request, row: int, result: VerifyResult) -> int:
+    """Append a row's tokens to its request, or end it where they mean nothing. Returns the number of tokens."""
+    if row in result.nonfinite:
+        request.fail(NOT_FINITE)
+        return 0
+    return request.append_run(result.path_tokens[row], result.accepted[row])
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,13 @@ from typing import Literal
 
 from toolkit.infer.cache.cache_manager import KVMemory
 from toolkit.infer.request.request import Request
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
 
 # Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
 LEAST_PADDING, MOST_PADDING = 32, 0.1
+LEAST_CHUNK = 64  # tokens that are read at once where memory is short
 Move = tuple[int, int]  # (destination row, source row)
 _order = attrgetter("order")
 Padding = Literal["any", "little", "none"]
@@ -37,6 +41,7 @@ class Scheduler:
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
         self._refused: tuple[Request, int] | None = None  # the request without room, and memory.releases then
+        self.refused_rows = 0  # times that the next request of the queue found no room
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.reading)
@@ -87,8 +92,10 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Allocate the pages of the next row for a request. One further page per running request stays free."""
         row = len(self.running)
-        known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
+        whole = request.params.prompt_logprobs is not None
+        known = self.memory.admit(row, request.context_ids, row, request.speculative, reuse=not whole)
         if known is None:
+            self.refused_rows += (request, self.memory.releases) != self._refused
             self._refused = (request, self.memory.releases)
             return False
         request.n_read, request.ready = known, False
@@ -108,6 +115,18 @@ class Scheduler:
         while self.running and not self.running[-1].ready:
             self.memory.release(len(self.running) - 1)
             self.enqueue(self.running.pop())
+
+    def read_less(self, error: str) -> list[Request]:
+        """After a prefill that ran out of memory: read smaller chunks, or end the next prompt if they are the smallest.
+        Returns the requests that ended."""
+        if self.chunk > LEAST_CHUNK:
+            self.chunk = max(LEAST_CHUNK, self.chunk // 2)
+            logger.warning("a prefill ran out of memory; prompts are read in chunks of %d tokens", self.chunk)
+            return []
+        victim = self.reading or self.waiting[0]
+        victim.fail(f"the prompt needs more memory than is left ({error})")
+        self.drop_unstarted(victim)
+        return [victim]
 
     def drop_unstarted(self, request: Request) -> bool:
         """Remove a request that waits or is `reading`. Returns False if it is neither."""

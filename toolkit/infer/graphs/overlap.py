@@ -49,6 +49,7 @@ class Launches:
     def __init__(self, graphs: GraphRounds | None, scheduler: RunningRows) -> None:
         self.graphs, self._scheduler = graphs, scheduler
         self._in_flight: InFlight | None = None
+        self.eager_rounds = 0  # that no graph could run
         self.overlap = graphs is not None and graphs.settings.overlap
 
     @property
@@ -65,6 +66,7 @@ class Launches:
         """Launch a round of all rows, with none in flight. Returns False if it has to run eagerly."""
         assert self._in_flight is None, "the round in flight has not landed yet"
         self._in_flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
+        self.eager_rounds += self.graphs is not None and not self.in_flight
         return self.in_flight
 
     def land(self) -> tuple[VerifyResult, float] | None:

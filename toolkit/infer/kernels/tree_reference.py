@@ -26,8 +26,8 @@ class Followed:
 
         accepted | offered | depth_offered | path .. | tokens .. | ranks ..
 
-    offered: drafted nodes of the tree. depth_offered: depth of the deepest one. ranks: index of each path node among
-    its parent's children, from 0.
+    offered: drafted nodes of the tree, or -1 (`mark_nonfinite`). depth_offered: depth of the deepest one. ranks: index
+    of each path node among its parent's children, from 0.
     """
 
     numbers: Tensor
@@ -35,6 +35,11 @@ class Followed:
     @classmethod
     def empty(cls, rows: int, longest: int, device: torch.device) -> Followed:
         return cls(torch.empty(rows, 3 + 3 * longest, dtype=torch.long, device=device))
+
+    def mark_nonfinite(self, hidden: Tensor) -> None:
+        """Set `offered` to -1 in rows whose hidden states [B, N, H] have NaN or infinity: so have their logits, and
+        rows that read their keys."""
+        self.numbers[:, 1].masked_fill_(~hidden.flatten(1).sum(1, dtype=torch.float32).isfinite(), -1)
 
     @property
     def accepted(self) -> Tensor:

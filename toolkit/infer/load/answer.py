@@ -38,6 +38,11 @@ class Answer:
         taken, self._logprobs = self._logprobs, []
         return taken
 
+    def drop(self) -> None:
+        """Forget the answer, which was asked for with no tokens; it ended by its limit."""
+        self.n_tokens = self.n_from_draft = 0
+        self._logprobs, self.finish_reason = [], "length"
+
     def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
         """Add an update. Returns the new text as (text, from_draft), one piece per token that completed some text."""
         pieces: list[tuple[str, bool]] = []

@@ -152,7 +152,11 @@ class EngineConfig:
         "in place of `max_total_tokens`: the cache's share of the memory (default: 0.125, of a GPU's free one 0.8)",
         metavar="F",
     )
-    chunked_prefill_size: int = option(1024, "read prompts in parts of N tokens (default: 1024)", metavar="N")
+    chunked_prefill_size: int = option(
+        1024,
+        "read prompts in parts of at most N tokens (default: 1024); a server on a CPU reads fewer while others decode",
+        metavar="N",
+    )
     prefix_cache: bool = option(
         True, "keep what was read: what a later prompt shares with its beginning is not read again"
     )

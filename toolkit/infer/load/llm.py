@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import LoadedEngine, build_engine, load_engine
-from toolkit.infer.load.new_weights import is_same_head, open_draft, pack_draft, update_head, update_target
 from toolkit.infer.load.offline_prompts import read_offline_prompts
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.detokenize import Detokenizer
@@ -31,6 +27,10 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
 from toolkit.infer.request.update import Update
+
+if TYPE_CHECKING:  # an engine needs transformers' models, which take seconds to import: the first LLM does that
+    from toolkit.infer.drafters.choose_drafter import Draft
+    from toolkit.infer.load.load_engine import LoadedEngine
 
 Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
 
@@ -42,7 +42,7 @@ class Completion:
     prompt_ids: the ids of the prompt.
     text: without special tokens, truncated before the stop string; with a raw prompt, its continuation.
     token_ids: including the stop id that ended the answer.
-    finish_reason: "stop" or "length"; "abort" where a grammar exceeded its limits of work.
+    finish_reason: "stop" or "length"; "abort" where a grammar exceeded its limits of work or logits are not finite.
     stop_reason: the stop id or stop string; with "abort" what happened.
     logprobs: one per token; None if not requested.
     from_draft: per token, whether it was an accepted draft.
@@ -94,6 +94,8 @@ class LLM:
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
+        from toolkit.infer.load.load_engine import load_engine
+
         given = {"target": None if target is None else str(target), "draft": draft}
         options |= {name: value for name, value in given.items() if value is not None}
         if isinstance(options.get("shape"), DraftShape):
@@ -147,6 +149,8 @@ class LLM:
         with tensor parallelism.
         """
         self._check_open()
+        from toolkit.infer.load.new_weights import update_target
+
         update_target(self._loaded, self.config, weights)
 
     def refresh_draft(self, draft: Mapping[str, Tensor] | str | Path) -> None:
@@ -162,6 +166,8 @@ class LLM:
         if the engine with the old draft cannot be built again either, after which this LLM is closed.
         """
         self._check_open()
+        from toolkit.infer.load.new_weights import is_same_head, open_draft, update_head
+
         if isinstance(draft, Mapping):
             update_head(self._loaded, self.config, draft)
             return
@@ -169,7 +175,7 @@ class LLM:
         if self.shape is not None:
             config = config.with_options(shape=self.shape.as_text(), adaptive=self._loaded.adaptive)
         new = open_draft(self._loaded, config, draft)
-        if isinstance(new, DraftCheckpoint) and is_same_head(self._loaded.draft, new):
+        if hasattr(new, "head") and is_same_head(self._loaded.draft, new):
             update_head(self._loaded, config, new.head.state_dict())
         else:
             self._rebuild(config, new)
@@ -203,6 +209,9 @@ class LLM:
 
         On errors go on with the old draft. If that fails too (or on Ctrl-C) this LLM is closed: raises EngineError.
         """
+        from toolkit.infer.load.load_engine import build_engine
+        from toolkit.infer.load.new_weights import pack_draft
+
         target, old = self.target, self._loaded.draft
         pack_draft(self._loaded, draft, config)
         self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.chat_rows import ROLES, read_message
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft, Lookup
 from toolkit.infer.drafters.lookup_corpus import LookupCorpus
@@ -55,12 +56,13 @@ def _texts(path: Path) -> Iterator[str]:
     """Yields the answers of a file: of a jsonl file those of the assistant, or each row's `text`; else the file."""
     try:
         if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
             return
         for number, row in read_rows(path):
-            messages = row.get("messages")
+            messages = row.get("messages") or row.get("conversations")
             if isinstance(messages, list):
-                yield from (str(one["content"]) for one in messages if one.get("role") == "assistant")
+                read = [read_message(one, f"{path}:{number}: a message") for one in messages]
+                yield from (text for role, text in read if text and ROLES.get(role) == "assistant")
             elif isinstance(row.get("text"), str):
                 yield row["text"]
             else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, read_message
+from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
 from toolkit.infer.request.errors import EngineError
 
 TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
@@ -85,7 +85,7 @@ def _conversation_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list
         if not isinstance(message, Mapping):
             raise OfflinePromptError(f'{where} is {_short(message)}; {{"role": ..., "content": ...}} is needed')
         try:
-            messages.append(read_message(message))
+            messages.append(strict_message(message))
         except ChatMessageError as error:
             raise OfflinePromptError(f"{where}: {error}") from error
     try:

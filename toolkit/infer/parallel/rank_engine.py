@@ -56,6 +56,9 @@ class RankEngine(Engine):
                 "do not compute the same; they need devices of one kind"
             )
 
+    def keep_pace(self, gap_s: float) -> None:
+        """Change nothing: the ranks must read the same chunks, whatever their clocks say."""
+
 
 class DriversShape(AdaptiveShape):
     """Adaptive shapes chosen by the driver: the workers use its choice of the shape and of the probe steps."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for, read_message, short
+from toolkit.jsonl import DataError
 
 
 class ChatPromptError(ValueError):
@@ -45,8 +46,9 @@ def chat_text(
     # A template would write a null as "None"; transformers leaves it out too, but 5.17 did not.
     stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(stated, tools=tools, tokenize=False, **settings))
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # the template is a program
+        shown = messages_for(tokenizer, stated)
+        return str(tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, **settings))
+    except TEMPLATE_ERRORS as error:
         raise ChatPromptError(f"the target's chat template refuses these messages: {error}") from error
 
 
@@ -61,7 +63,6 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 ANY = object()  # every value is neutral: the field is only a label of the request
-MOST_QUOTED = 80
 ROLES = ("system", "developer", "user", "assistant")
 # Field -> its neutral values, which change nothing; null is neutral for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -107,7 +108,7 @@ def template_message(role: str, content: str) -> dict[str, str]:
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
-def read_message(message: Mapping[str, Any]) -> dict[str, str]:
+def strict_message(message: Mapping[str, Any]) -> dict[str, str]:
     """Return the template message of a mapping with OpenAI's fields. Raises ChatMessageError that names the field."""
     fields = without_neutral(message, NEUTRAL)
     for name in ("role", "content"):
@@ -116,31 +117,13 @@ def read_message(message: Mapping[str, Any]) -> dict[str, str]:
     unknown = next((name for name in fields if name not in ("role", "content")), None)
     if unknown is not None:
         raise ChatMessageError(f"unknown field {short(unknown)}")
-    role, content = fields["role"], fields["content"]
+    try:
+        role, content = read_message(fields, "the message")
+    except DataError as error:
+        raise ChatMessageError(str(error)) from error
     if role not in ROLES:
         raise ChatMessageError(f"'role' is {short(role)}; one of {', '.join(ROLES)} is needed")
-    if isinstance(content, list):
-        content = "".join(_part_text(part, f"content[{at}]") for at, part in enumerate(content))
-    if not isinstance(content, str):
-        raise ChatMessageError(f"'content' is {short(content)}; a text or a list of text parts is needed")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ChatMessageError("'content' is not valid unicode (a lone surrogate)") from error
-    return template_message(role, content)
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, Mapping) and part.keys() == {"type", "text"} and part["type"] == "text":
-        if isinstance(part["text"], str):
-            return part["text"]
-    raise ChatMessageError(f"'{where}' is {short(part)}; {{'type': 'text', 'text': ...}} is needed")
-
-
-def short(value: Any) -> str:
-    """Return a value as an error quotes it: at most MOST_QUOTED characters, since it may be a whole text."""
-    text = repr(value)
-    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
+    return template_message(role, content or "")
 
 
 def _same(value: Any, neutral: Any) -> bool:

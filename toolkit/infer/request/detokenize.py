@@ -7,11 +7,14 @@ in a small window together with the tokens of the previous piece, and the new pi
     ids      ... a b | c d            | = end of the emitted text
     window       a b   c d            decode(a b c d) minus decode(a b) is the new piece
     piece              ^^^            held while it ends in U+FFFD: the character is incomplete
+
+The prompt may end inside a character, which the answer then completes: the character belongs to the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not form a character (yet)
@@ -32,8 +35,10 @@ class IncrementalText:
         self._special_ids = special_ids
         self._shown = shown or {}
         self._ids = [i for i in context_ids if i not in special_ids]
-        self._handed_out = len(self._ids)
         self._known = self._decode(self._ids)
+        whole = range(len(self._ids), -1, -1)  # of the prompt's tokens, as many as end with a character
+        self._handed_out = next(n for n in whole if not self._decode(self._ids[:n]).endswith(REPLACEMENT))
+        self._completed = self._decode(self._ids[: self._handed_out])
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; "" while a character lacks bytes."""
@@ -41,19 +46,22 @@ class IncrementalText:
             return self.finish() + self._shown[token_id] if token_id in self._shown else ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if len(text) <= len(self._known) or text.endswith(REPLACEMENT):
-            return ""
-        return self._hand_out(text)
+        return "" if text == self._known or text.endswith(REPLACEMENT) else self._hand_out(text)
 
     def finish(self) -> str:
         """Return the rest at the end of the sequence: incomplete bytes, as U+FFFD."""
         return self._hand_out(self._decode(self._ids))
 
     def _hand_out(self, text: str) -> str:
-        piece = text[len(self._known) :]
+        if text.startswith(self._known):
+            piece = text[len(self._known) :]
+        elif self._known.endswith(REPLACEMENT):  # the prompt's last character is complete now
+            piece = text[len(self._completed) :]
+        else:  # SentencePiece decoders turn whole runs of bytes into U+FFFD where one character is incomplete
+            piece = REPLACEMENT + text[len(commonprefix([self._known, text])) :].lstrip(REPLACEMENT)
         self._ids = self._ids[self._handed_out :]
         self._handed_out = len(self._ids)
-        self._known = self._decode(self._ids)
+        self._known = self._completed = self._decode(self._ids)
         return piece
 
     def _decode(self, ids: list[int]) -> str:

@@ -51,6 +51,8 @@ class SamplingParams:
     logprobs: None keeps none; n keeps each token's log-probability and those of the n most probable tokens. They are
         the log-softmax of the target's own logits, before every setting above (also the default of vLLM and SGLang).
 
+    prompt_logprobs: the same for the prompt's tokens after the first, whose text is then read whole.
+
     Raises `SamplingError` for a setting outside its range.
     """
 
@@ -71,6 +73,7 @@ class SamplingParams:
     logprobs: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -115,8 +118,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             self._need(isinstance(value, (int, float)) and not isinstance(value, bool), name, "it must be a number")
-        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
-            value, optional = getattr(self, name), name in ("seed", "logprobs")
+        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            value, optional = getattr(self, name), name in ("seed", "logprobs", "prompt_logprobs")
             whole = isinstance(value, int) and not isinstance(value, bool)
             self._need(whole or (optional and value is None), name, "it must be a whole number")
 
@@ -146,7 +149,7 @@ class SamplingParams:
             f"it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which every draw is greedy anyway",
         )
         self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
-        self._need(self.top_k >= 0, "top_k", "it must be 0 (keep every token) or a positive count")
+        self._need(0 <= self.top_k < 2**31, "top_k", "it must be 0 (keep every token) or a count below 2**31")
         self._need(0 <= self.min_p <= 1, "min_p", "it must lie in [0, 1]; 0 keeps every token")
         self._need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
         within = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY
@@ -167,7 +170,7 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"it must lie in [0, {self.max_tokens}] (max_tokens)"
         )
         self._need("" not in self.stop, "stop", "a stop string must not be empty; leave it out")
-        asked = self.logprobs
-        self._need(
-            asked is None or 0 <= asked <= MOST_LOGPROBS, "logprobs", f"it must be None or lie in [0, {MOST_LOGPROBS}]"
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            within = asked is None or 0 <= asked <= MOST_LOGPROBS
+            self._need(within, name, f"it must be None or lie in [0, {MOST_LOGPROBS}]")

@@ -13,6 +13,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import GrammarState
 from toolkit.infer.request.params import SamplingParams
 
+NOT_FINITE = "the target's logits are not finite (NaN or infinity)"  # why a request failed
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -69,6 +70,7 @@ class Request:
     token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
     events: list[VerifyEvent] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id if params.logprobs is set
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens after the first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended the answer; with "abort" the failure
     first_token_at: float | None = None
@@ -112,6 +114,16 @@ class Request:
     def unread(self) -> int:
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1) - self.n_read
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a failure of its own, which `stop_reason` names."""
+        return self.finish_reason == "abort" and self.stop_reason is not None
+
+    def fail(self, reason: str) -> None:
+        """End it by a failure of its own."""
+        self.finish_reason, self.stop_reason, self.finished_at = "abort", reason, time.perf_counter()
+        self.first_token_at = self.first_token_at or self.finished_at
+
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
         """Append `accepted` draft tokens and then the bonus token, up to the first stop or the token limit.
 
@@ -120,7 +132,7 @@ class Request:
         """
         now = time.perf_counter()
         if self.grammar is not None and self.grammar.failure is not None:
-            self.finish_reason, self.stop_reason, self.finished_at = "abort", self.grammar.failure, now
+            self.fail(self.grammar.failure)
             return 0
         if self.first_token_at is None:
             self.first_token_at = now

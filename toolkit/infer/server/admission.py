@@ -29,15 +29,15 @@ class Admission:
         self._engine, self._running, self._settings = engine, max_running_requests, settings
 
     @contextlib.contextmanager
-    def places(self, n: int) -> Iterator[None]:
-        """Keep the places of n answers until they are put. Raises the 400 or the 429 if there are too many."""
+    def places(self, n: int, prompts: int = 1) -> Iterator[None]:
+        """Keep the places of n answers to each prompt until they are put. Raises the 400 or the 429 for too many."""
         if n > self._settings.max_n:
             message = f"'n' is {n}; this server writes at most {self._settings.max_n} answers a request (--max-n)"
             raise ApiError(400, message, param="n", code="invalid_value")
-        waiting = self._engine.open + n - self._running
+        waiting = self._engine.open + n * prompts - self._running
         if waiting > self._settings.max_queued_requests:
             raise queue_is_full(waiting, self._settings.max_queued_requests)
-        with self._engine.reserving(n):
+        with self._engine.reserving(n * prompts):
             yield
 
 

@@ -1,6 +1,6 @@
 """The pieces of an answer while it is written: reasoning, content and tool calls; and what all parsers share.
 
-    text --> reasoning parser -- content --> tool-call parser --> pieces, with the calls numbered
+    text --> reasoning parser -- content --> stop strings --> tool-call parser --> pieces, with the calls numbered
 
 A parser holds text that may be the beginning of a marker, and whitespace before one. So the joined pieces do not depend
 on where the text was divided into tokens or accepted runs, and a streamed answer equals a whole one.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from toolkit.infer.request.detokenize import possible_beginning
+from toolkit.infer.request.detokenize import StopStrings, possible_beginning
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
 
@@ -125,13 +125,22 @@ class PlainParser:
 class AnswerParser:
     """Parses one answer: its reasoning first, then the tool calls in what is left, which it numbers.
 
-    new_id: makes a call's id. one_call: the answer ends with its first call (`done`).
+    new_id: makes a call's id. one_call: the answer ends with its first call (`done`). stops: strings that end the
+    answer after its reasoning; for an answer without any the engine finds them.
     """
 
-    def __init__(self, reasoning: Parser, calls: Parser, new_id: Callable[[], str], one_call: bool = False) -> None:
+    def __init__(
+        self,
+        reasoning: Parser,
+        calls: Parser,
+        new_id: Callable[[], str],
+        one_call: bool = False,
+        stops: Sequence[str] = (),
+    ) -> None:
         self._reasoning, self._calls = reasoning, calls
         self._new_id = new_id
         self._one_call = one_call
+        self._stops = StopStrings(stops)
         self._id = ""
         self.n_calls = 0
         self.done = False
@@ -140,25 +149,39 @@ class AnswerParser:
     @property
     def is_plain(self) -> bool:
         """Whether all text is content."""
-        return isinstance(self._reasoning, PlainParser) and isinstance(self._calls, PlainParser)
+        return not self.reasons and isinstance(self._calls, PlainParser)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the answer may have reasoning, which stop strings do not end."""
+        return not isinstance(self._reasoning, PlainParser)
 
     @property
     def thinking(self) -> bool:
         """Whether the text up to here ends within the reasoning."""
         return getattr(self._reasoning, "thinking", False)
 
-    def push(self, text: str) -> list[Piece]:
-        """Add text. Returns the pieces that are certain now."""
-        return self._numbered(self._divide(self._reasoning.push(text)))
+    def push(self, text: str, searched: bool = True) -> list[Piece]:
+        """Add text. Returns the pieces that are certain now. searched: for stop strings."""
+        pieces = self._numbered(self._divide(self._reasoning.push(text), searched))
+        if self._stops.hit is not None and not self.done:
+            pieces += self._numbered(self._calls.finish())
+            self.done = True
+        return pieces
 
     def finish(self, cut: bool = False) -> list[Piece]:
         """Return the rest at the end of the answer."""
-        return self._numbered([*self._divide(self._reasoning.finish(cut)), *self._calls.finish(cut)])
+        pieces = self._divide(self._reasoning.finish(cut))
+        pieces += self._calls.push(self._stops.finish())
+        return self._numbered([*pieces, *self._calls.finish(cut)])
 
-    def _divide(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _divide(self, pieces: Sequence[Piece], searched: bool = True) -> list[Piece]:
         divided: list[Piece] = []
         for piece in pieces:
-            divided += self._calls.push(piece.text) if piece.kind == "content" else [piece]
+            if piece.kind == "content":
+                divided += self._calls.push(self._stops.push(piece.text) if searched else piece.text)
+            else:
+                divided.append(piece)
         return divided
 
     def _numbered(self, pieces: Sequence[Piece]) -> list[Piece]:

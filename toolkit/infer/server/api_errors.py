@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from toolkit.chat_rows import short
 from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
-from toolkit.infer.request.chat_prompt import short
 from toolkit.infer.request.errors import Cause
 
 MAX_SHOWN = 5  # problems listed in one message

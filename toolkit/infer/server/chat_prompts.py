@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_text, text_ids
 from toolkit.infer.server.admission import PromptLimit
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.message_protocol import for_template
+from toolkit.infer.server.message_protocol import for_template, wrap_arguments
 from toolkit.infer.server.openai_protocol import ChatRequest
 from toolkit.infer.server.parsers import Parsers, reads, template_text
 from toolkit.infer.server.tool_prompt import in_text
@@ -40,7 +40,12 @@ class ChatPrompts:
             messages, tools = in_text(messages, tools), []
         settings = {**self._variables(body), "add_generation_prompt": generation_prompt}
         try:
-            text = chat_text(self._tokenizer, messages, tools or None, **settings)
+            try:
+                text = chat_text(self._tokenizer, messages, tools or None, **settings)
+            except ChatPromptError:
+                if not wrap_arguments(messages):
+                    raise
+                text = chat_text(self._tokenizer, messages, tools or None, **settings)
         except NoChatTemplateError as error:
             raise ApiError(
                 400, "the target's tokenizer has no chat template; use /v1/completions", code="no_chat_template"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class Completions:
         self.served, self.settings = served, settings
         self.engine = EngineThread(served.engine)
         self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
-        self.metrics = ServerMetrics(lambda: load_of(served.engine.scheduler), lambda: self.engine.failed_steps)
+        self.metrics = ServerMetrics(lambda: load_of(served.engine), lambda: self.engine.failed_steps)
         self.created = int(time.time())
         self.prompts = ChatPrompts(served.tokenizer, served.parsers)
         self._limit = PromptLimit(served.tokenizer, served.context_length)
@@ -93,14 +93,15 @@ class Completions:
             error.param = NAMES_IN_RESPONSES.get(error.param or "", error.param)
             raise
 
-    def _chat_ids(self, body: ChatRequest) -> list[int]:
-        return self.prompts.ids(body, limit=self._limit)
+    def _chat_ids(self, body: ChatRequest) -> list[list[int]]:
+        return [self.prompts.ids(body, limit=self._limit)]
 
-    def _prompt_ids(self, body: CompletionRequest) -> list[int]:
-        if not isinstance(body.prompt, str):
-            return body.prompt
-        self._limit.check(body.prompt, body.token_limit, "prompt")
-        return list(self.served.tokenizer(body.prompt)["input_ids"])
+    def _prompt_ids(self, body: CompletionRequest) -> list[list[int]]:
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._limit.check(prompt, body.token_limit, "prompt")
+        tokenizer = self.served.tokenizer
+        return [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in body.prompts]
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """POST /tokenize."""
@@ -127,12 +128,13 @@ class Completions:
             return Parsers().start({}, "", forced=False, one_call=False)
         schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
         end = prompt_end(self.served.tokenizer, ids)
-        return self.served.parsers.start(schemas, end, forced=body.forced, one_call=body.one_call)
+        parsers = self.served.parsers
+        return parsers.start(schemas, end, forced=body.forced, one_call=body.one_call, stops=body.stops)
 
     async def reply(
-        self, body: GenerationFields, tokenise: Callable[[], list[int]], param: str, http: Request, form: Form
+        self, body: GenerationFields, tokenise: Callable[[], list[list[int]]], param: str, http: Request, form: Form
     ) -> Response:
-        """Generate and return the reply. tokenise: makes the ids of the prompt. param: the request's field with it."""
+        """Generate and return the reply. tokenise: makes the ids of each prompt. param: the request's field with it."""
         deadline = Deadline.of(body.timeout, self.settings.request_timeout_s, http.state.arrived)
         long = int(http.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         try:
@@ -143,7 +145,7 @@ class Completions:
                 raise
             raise other from error
         if body.stream:
-            return EventStream(self._events(writing, form, body.return_acceptance), lambda: self._end(writing))
+            return EventStream(self._events(writing, form, body), lambda: self._end(writing))
         try:
             finished, answers = await unless_disconnected(http, self._whole(writing))
         finally:
@@ -153,18 +155,28 @@ class Completions:
         cut_by = writing[0].ticket.cut_by
         if cut_by is not None and not any(one.answer.n_tokens for one in writing):
             raise deadline.error(cut_by)
-        choices = [
-            form.choice(one.index, pieces, str(one.finish_reason), self._logprobs(one.answer.take_logprobs()))
-            | (one.token_ids if body.return_token_ids else {})
-            | (one.acceptance if body.return_acceptance else {})
-            for one, pieces in zip(writing, answers, strict=True)
-        ]
-        return JSONResponse(form.whole(choices, self._usage(writing)))
+        if body.token_limit == 0:  # the engine writes one token; the reply has the prompt alone
+            for one in writing:
+                one.answer.drop()
+            answers = [[] for _ in writing]
+        choices = []
+        for index, one in enumerate(_best(writing, body)):
+            echoed = [Piece("content", self._echoed(body, one))] if isinstance(body, CompletionRequest) else []
+            logprobs = self._logprobs(body, one, one.answer.take_logprobs())
+            choice = form.choice(index, [*echoed, *answers[one.index]], str(one.finish_reason), logprobs)
+            choice |= one.token_ids if body.return_token_ids else {}
+            choices.append(choice | (one.acceptance if body.return_acceptance else {}))
+        return JSONResponse(form.whole(choices, self._usage(writing, body.answers)))
 
     async def _submit(
-        self, body: GenerationFields, tokenise: Callable[[], list[int]], long: bool, param: str, deadline: Deadline
+        self,
+        body: GenerationFields,
+        tokenise: Callable[[], list[list[int]]],
+        long: bool,
+        param: str,
+        deadline: Deadline,
     ) -> list[Writing]:
-        """Submit the request's n answers to the engine, together. long: tokenise in another thread."""
+        """Submit the request's answers to the engine, together. long: tokenise in another thread."""
         drafts = {
             "speculative": body.speculative,
             "shape": None if body.shape is None else DraftShape.parse(body.shape),
@@ -172,22 +184,27 @@ class Completions:
             "priority": body.priority,
         }
         tickets: list[Ticket] = []
-        with self.admission.places(body.n):
+        parsers: list[AnswerParser] = []
+        with self.admission.places(body.answers, body.n_prompts):
             async with asyncio.timeout(deadline.left):
-                ids = await asyncio.to_thread(tokenise) if long else tokenise()
-                params = self._params(body, len(ids), param)
-                if params.has_grammar:  # compiled here, so that no running request waits for it
-                    await asyncio.to_thread(self.served.engine.grammars.start, params)
-            parsers = [self._parser(body, ids) for _ in range(body.n)]
-            for index in range(body.n):
-                settings = for_answer(params, index)
-                tickets.append(self.engine.put(ids, settings, timeout_s=deadline.left, **drafts))
+                prompts = await asyncio.to_thread(tokenise) if long else tokenise()
+                params = [self._params(body, len(ids), param) for ids in prompts]
+                if params[0].has_grammar:  # compiled here, so that no running request waits for it
+                    await asyncio.to_thread(self.served.engine.grammars.start, params[0])
+            for ids, own in zip(prompts, params, strict=True):
+                for index in range(body.answers):
+                    parsers.append(self._parser(body, ids))
+                    settings = for_answer(own, index)
+                    if parsers[-1].reasons:  # which stop strings do not end: the parser looks for them
+                        settings = replace(settings, stop=())
+                    tickets.append(self.engine.put(ids, settings, timeout_s=deadline.left, **drafts))
         await self.engine.accepted(tickets)
-        context = () if isinstance(body, ChatRequest) else ids
         writing = []
         for index, (ticket, parser) in enumerate(zip(tickets, parsers, strict=True)):
-            text = self._detokenizer.stream(body.stops, context, body.min_tokens, parser.markers)
-            writing.append(Writing(index, ticket, Answer(text), parser))
+            context = () if isinstance(body, ChatRequest) else ticket.prompt_ids
+            stops = () if parser.reasons else body.stops
+            text = self._detokenizer.stream(stops, context, body.min_tokens, parser.markers)
+            writing.append(Writing(index, ticket, Answer(text), parser, body.min_tokens))
             self.metrics.follow(ticket.request, writing[-1].answer)
         return writing
 
@@ -222,18 +239,18 @@ class Completions:
             self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
             self._log(one)
 
-    async def _events(self, writing: Sequence[Writing], form: Form, acceptance: bool) -> AsyncIterator[str]:
+    async def _events(self, writing: Sequence[Writing], form: Form, body: GenerationFields) -> AsyncIterator[str]:
         for one in writing:
             for event in form.first(one.index):
                 yield event
         try:
             async for one, pieces, entries in self._merged(writing):
-                logprobs = self._logprobs(entries)
+                logprobs = self._logprobs(body, one, entries)
                 for piece in pieces or ():
                     yield form.piece(one.index, piece, logprobs)
                     logprobs = None  # they go with the step's first piece
                 if pieces is None:
-                    extra = one.acceptance if acceptance else {}
+                    extra = one.acceptance if body.return_acceptance else {}
                     for event in form.ended(one.index, str(one.finish_reason), logprobs, extra):
                         yield event
         except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
@@ -243,7 +260,7 @@ class Completions:
             logger.error("a stream failed by an error of the server", exc_info=error)
             yield form.failed(internal_error(error).body)
             return
-        for event in form.last(self._usage(writing)):
+        for event in form.last(self._usage(writing, body.answers)):
             yield event
 
     async def _merged(
@@ -273,16 +290,36 @@ class Completions:
             for task in tasks:
                 task.cancel()
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return self._logprob_form.content(entries) if entries else None
+    def _logprobs(self, body: GenerationFields, one: Writing, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if body.most_logprobs is None:
+            return None
+        if not isinstance(body, CompletionRequest):
+            return self._logprob_form.content(entries) if entries else None
+        request = one.ticket.request
+        prompt = [TokenLogprob(request.prompt_ids[0], 0.0, ()), *request.prompt_logprobs] if body.echo else []
+        if not (entries or prompt):
+            return None
+        found = self._logprob_form.completion(entries, prompt, one.written)
+        one.written += sum(map(len, found["tokens"]))
+        return found
 
-    def _usage(self, writing: Sequence[Writing]) -> dict[str, Any]:
+    def _echoed(self, body: CompletionRequest, one: Writing) -> str:
+        """The prompt's text, if the reply begins with it."""
+        prompt = body.prompts[one.index // body.answers]
+        return "" if not body.echo else prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
+
+    def _usage(self, writing: Sequence[Writing], each: int = 1) -> dict[str, Any]:
+        """`usage` of one reply. each: answers to each prompt."""
         request = writing[0].ticket.request
         shape = self.served.shape_name if request.speculative else None
         if shape is not None and request.shape is not None:
             shape = f"{request.shape.name} ({request.shape.as_text()})"
         answers = [(one.answer, list(one.ticket.request.events)) for one in writing]
-        used = usage(len(request.prompt_ids), answers, shape, request.cached_tokens)
+        prompts = [one.ticket.request for one in writing[::each]]
+        tokens, cached = (
+            sum(one) for one in zip(*((len(r.prompt_ids), r.cached_tokens) for r in prompts), strict=True)
+        )
+        used = usage(tokens, answers, shape, cached)
         used["completion_tokens_details"]["reasoning_tokens"] = sum(one.reasoning_tokens for one in writing)
         return used
 
@@ -298,3 +335,11 @@ class Completions:
             time.perf_counter() - one.ticket.request.submitted_at,
             f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
         )
+
+
+def _best(writing: Sequence[Writing], body: GenerationFields) -> list[Writing]:
+    """The `n` answers of the largest mean log-probability to each prompt, the best first; all of them as they are."""
+    if body.answers == body.n:
+        return list(writing)
+    groups = (writing[at : at + body.answers] for at in range(0, len(writing), body.answers))
+    return [one for group in groups for one in sorted(group, key=lambda one: -one.mean_logprob)[: body.n]]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.infer.request.chat_prompt import UnsupportedFieldError, template_message, without_neutral
+from toolkit.infer.request.chat_prompt import ANY, UnsupportedFieldError, template_message, without_neutral
 
 MOST_TOOLS = 128
 MOST_FORCED_CALLS = 8  # a small model may write calls without end
@@ -73,37 +73,33 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """What an assistant has called. arguments: JSON text of an object."""
+    """What an assistant has called. arguments: JSON text of an object, or what a model wrote in its place."""
 
     name: FunctionName
     arguments: Text
 
     @property
-    def values(self) -> dict[str, Any]:
-        """The arguments as chat templates read them. Raises ValueError if they are no JSON object."""
-        read = json.loads(self.arguments or "{}")
-        if not isinstance(read, dict):
-            raise ValueError("no object")
-        return read
+    def values(self) -> dict[str, Any] | str:
+        """The arguments as chat templates read them: an object, or their text if they are none: an answer may be cut
+        within them, and its client sends them back as they are."""
+        try:
+            read = json.loads(self.arguments or "{}")
+            encodable(json.dumps(read, ensure_ascii=False))
+        except (ValueError, RecursionError, PydanticCustomError):
+            return self.arguments
+        return read if isinstance(read, dict) else self.arguments
 
 
 class ToolCall(Strict):
     """A call in an assistant's message."""
 
+    neutral = {"index": (ANY,)}  # of a streamed call, which clients keep
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    @model_validator(mode="after")
-    def _check(self) -> ToolCall:
-        try:
-            encodable(json.dumps(self.function.values, ensure_ascii=False))
-        except (ValueError, RecursionError) as error:
-            raise wrong_field("function.arguments", "'arguments' is not the JSON text of an object") from error
-        return self
-
     def for_template(self) -> dict[str, Any]:
-        """The call in the form of chat templates: the arguments as an object."""
+        """The call in the form of chat templates."""
         function = {"name": self.function.name, "arguments": self.function.values}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -156,6 +152,18 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             one.setdefault("name", names[message.tool_call_id])
         converted.append(one)
     return converted
+
+
+def wrap_arguments(messages: Sequence[dict[str, Any]]) -> bool:
+    """Put arguments that are no object into one, for a template that takes nothing else. Returns whether there are any.
+
+    Changes `messages`.
+    """
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    texts = [one for one in functions if isinstance(one["arguments"], str)]
+    for one in texts:
+        one["arguments"] = {"arguments": one["arguments"]}
+    return bool(texts)
 
 
 class Function(Strict):

@@ -27,6 +27,9 @@ SERIES = {
         "counter", "Replies to POST requests, by HTTP status (499: the client left)", (), "status"
     ),
     "failed_steps_total": Series("counter", "Steps of the engine that failed, and with them their requests"),
+    "nonfinite_answers_total": Series("counter", "Answers that ended since the target's logits had NaN or infinity"),
+    "refused_rows_total": Series("counter", "Times that the cache had no room for the next request of the queue"),
+    "eager_rounds_total": Series("counter", "Rounds that no CUDA graph could run, where graphs are on"),
     "prompt_tokens_total": Series(
         "counter", "Prompt tokens of ended answers", ("sglang:prompt_tokens_total", "vllm:prompt_tokens_total")
     ),

@@ -1,7 +1,7 @@
 """Validation of OpenAI's request bodies.
 
 No field is silently ignored: a request is refused if it sets a field that the engine does not apply, unless the field
-has its neutral value (best_of=1, tools=[], ...).
+has its neutral value (suffix="", tools=[], ...).
 Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
 ignore_eos, return_token_ids, chat_template_kwargs, priority (vLLM's order). Of SGLang: json_schema, regex. Our own:
 `speculative` (false: plain decoding), `shape` (the request's draft shape as text, "S,K,N"), `verify` (the rule that
@@ -45,13 +45,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "store": (False,),
+    "store": (True, False),
     "skip_special_tokens": (True,),
     "refusal": (),
     "audio": (),
-    "prediction": (),
+    "prediction": (ANY,),  # of the answer: it may make it faster, never another one
     "reasoning_effort": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     # The server chooses draft head and weights; a request cannot bring its own.
@@ -64,12 +64,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HONOURED_IN_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 CHAT_NEUTRAL = {name: values for name, values in NEUTRAL.items() if name not in HONOURED_IN_CHATS}
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL, "logprobs": (), "top_logprobs": (0,), "response_format": ({"type": "text"},)
+    **{name: values for name, values in NEUTRAL.items() if name not in ("best_of", "echo")},
+    "top_logprobs": (0,), "response_format": ({"type": "text"},)
 }  # fmt: skip
 
 
 def _token_id(text: str) -> str:
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
     return text
 
@@ -91,7 +92,7 @@ class GenerationFields(Strict):
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -168,6 +169,21 @@ class GenerationFields(Strict):
         return self.json_schema
 
     @property
+    def answers(self) -> int:
+        """How many answers each prompt gets in the engine; the reply has `n` of them."""
+        return self.n
+
+    @property
+    def n_prompts(self) -> int:
+        """How many prompts it has."""
+        return 1
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """As `most_logprobs`, of the prompt."""
+        return None
+
+    @property
     def has_grammar(self) -> bool:
         """Whether the whole answer has a form that the request determines."""
         return self.schema_of_answer is not None or self.regex is not None
@@ -238,10 +254,50 @@ class ChatRequest(GenerationFields, ToolFields):
 
 
 class CompletionRequest(GenerationFields):
-    """Body of POST /v1/completions: one prompt, as text or as token ids."""
+    """Body of POST /v1/completions: one prompt or several, each as text or as token ids.
+
+    echo: the text begins with the prompt, and log-probabilities are those of its tokens too; max_tokens may be 0 then.
+    best_of: answers that are written, of which those `n` of the largest mean log-probability are returned.
+    """
 
     neutral = COMPLETION_NEUTRAL
-    prompt: Text | list[int] = Field(min_length=1)
+    prompt: Text | list[Text] | list[int] | list[list[int]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _check_answers(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.n:
+            raise wrong_field("best_of", f"'best_of' is {self.best_of}, less than 'n'")
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong_field("max_tokens", "'max_tokens' is 0: only 'echo' returns anything then")
+        if self.stream and (self.echo or self.answers > self.n):
+            raise wrong_field("echo" if self.echo else "best_of", "'echo' and 'best_of' need stream=false")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as ids."""
+        several = not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int)
+        return [*self.prompt] if several else [self.prompt]  # type: ignore[list-item]
+
+    @property
+    def n_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def answers(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def token_limit(self) -> int | None:

@@ -6,6 +6,7 @@ Log-probabilities have the exact bytes of every token. A client may disconnect b
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -204,6 +205,31 @@ class LogprobForm:
             best = [self._item(token, logprob) for token, logprob in entry.top]
             items.append({**self._item(entry.token_id, entry.logprob), "top_logprobs": best})
         return {"content": items, "refusal": None}
+
+    def completion(
+        self, entries: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None, offset: int
+    ) -> dict[str, Any]:
+        """`choices[].logprobs` of /v1/completions. prompt: entries of an echoed prompt's tokens, whose first has no
+        log-probability. offset: the characters before the first token."""
+        whole = [*(prompt or ()), *entries]
+        texts = [self._text(entry.token_id) for entry in whole]
+        ends = list(itertools.accumulate(map(len, texts), initial=offset))
+        values: list[float | None] = [max(entry.logprob, LEAST) for entry in whole]
+        best: list[dict[str, float] | None] = []
+        for entry, text in zip(whole, texts, strict=True):
+            top = {self._text(token): max(logprob, LEAST) for token, logprob in entry.top}
+            best.append({text: max(entry.logprob, LEAST)} | top)
+        if prompt:
+            values[0] = best[0] = None
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": best, "text_offset": ends[:-1]}
+
+    def _text(self, token_id: int) -> str:
+        """A token's text, or its bytes in OpenAI's form where they are no whole characters."""
+        written = self.bytes_of(token_id)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
     def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
         written = self.bytes_of(token_id)

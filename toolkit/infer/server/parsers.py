@@ -59,21 +59,24 @@ class Parsers:
             reasoning = next((name for name, sign in REASONING_SIGNS if re.search(sign, template)), "none")
         return cls(*(None if name == "none" else name for name in (calls, reasoning)))
 
-    def start(self, schemas: Mapping[str, Any], prompt_end: str, *, forced: bool, one_call: bool) -> AnswerParser:
+    def start(
+        self, schemas: Mapping[str, Any], prompt_end: str, *, forced: bool, one_call: bool, stops: Sequence[str] = ()
+    ) -> AnswerParser:
         """A parser for one answer. schemas: of the arguments of the offered functions, by name.
 
-        forced: a grammar makes the answer a JSON list of calls."""
+        forced: a grammar makes the answer a JSON list of calls. stops: strings that end the answer, if it may have
+        reasoning."""
         calls: Parser = PlainParser()
         if schemas and forced:
             return AnswerParser(PlainParser(), JsonCalls("forced", schemas), self.new_id, one_call)
         if HARMONY in (self.reasoning, self.calls):
-            return AnswerParser(Harmony(schemas), PlainParser(), self.new_id, one_call)
+            return AnswerParser(Harmony(schemas), PlainParser(), self.new_id, one_call, stops)
         if self.calls is not None and schemas:
             calls = _call_parser(self.calls, schemas)
         reasoning: Parser = PlainParser()
         if self.reasoning is not None:
             reasoning = MarkedReasoning(REASONING_FORMATS[self.reasoning], prompt_end)
-        return AnswerParser(reasoning, calls, self.new_id, one_call)
+        return AnswerParser(reasoning, calls, self.new_id, one_call, () if self.reasoning is None else stops)
 
     def before_content(self, prompt: str) -> str:
         """What has to follow a prompt so that the answer is content from its first token."""

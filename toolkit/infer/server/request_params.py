@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from toolkit.infer.request.errors import SamplingError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingParams
 from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.openai_protocol import GenerationFields
 from toolkit.log import get_logger
@@ -36,12 +36,13 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.biases,
             seed=body.seed,
-            max_tokens=room if body.token_limit is None else body.token_limit,
+            max_tokens=room if body.token_limit is None else max(1, body.token_limit),
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
             stop_ids=body.stop_token_ids,
             stop=body.stops,
-            logprobs=body.most_logprobs,
+            logprobs=0 if body.most_logprobs is None and body.answers > body.n else body.most_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             json_schema=body.schema_of_answer,
             regex=body.regex,
         )
@@ -78,15 +79,24 @@ class DefaultSampling:
 
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
-        """Read the target's generation config. Log a warning for settings that the engine does not apply."""
+        """Read the target's generation config. Log a warning for settings that the engine does not apply or take."""
         stated = _stated(target)
         for name, neutral in NOT_APPLIED.items():
             if stated.get(name) not in (None, neutral):
                 logger.warning(
                     "the target's generation config asks for %s=%s, which is not applied", name, stated[name]
                 )
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: stated[name] for name in names if stated.get(name) is not None})
+        settings: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls)):
+            if stated.get(name) is None:
+                continue
+            value = _as_meant(name, stated[name])
+            try:
+                settings[name] = getattr(SamplingParams(**{name: value}), name)
+            except SamplingError as error:
+                default = getattr(cls, name)
+                logger.warning("the target's generation config: %s. The default %s=%g is taken", error, name, default)
+        return cls(**settings)
 
     @property
     def text(self) -> str:
@@ -100,8 +110,16 @@ class DefaultSampling:
 
 def default_temperature(target: Target) -> float:
     """The temperature of requests that state none."""
-    stated = _stated(target).get("temperature")
-    return DefaultSampling.temperature if stated is None else float(stated)
+    return DefaultSampling.of(target).temperature
+
+
+def _as_meant(name: str, value: Any) -> Any:
+    """A setting of a generation config as other engines read it: -1 of a count is off, a temperature near 0 greedy."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if name == "top_k" and value == value // 1:
+        return max(0, int(value))
+    return 0.0 if name == "temperature" and 0 <= value < LEAST_TEMPERATURE else value
 
 
 def _stated(target: Target) -> dict[str, Any]:

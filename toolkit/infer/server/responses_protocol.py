@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
-from toolkit.infer.request.chat_prompt import ANY, short
+from toolkit.chat_rows import short
+from toolkit.infer.request.chat_prompt import ANY
 from toolkit.infer.server.api_errors import from_validation
 from toolkit.infer.server.message_protocol import (
     MOST_TOOLS,

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from toolkit.infer.engine.engine_load import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import NOT_FINITE, Request
 from toolkit.infer.server.live_rates import LiveRates, Sample
 from toolkit.infer.server.metric_series import PREFIX, SERIES
 
@@ -70,6 +70,7 @@ class ServerMetrics(Collector):
         self.counts["prompt_tokens_total"] += len(request.prompt_ids)
         self.counts["prompt_tokens_cached_total"] += request.cached_tokens
         self.counts["preemptions_total"] += request.preemptions
+        self.counts["nonfinite_answers_total"] += request.stop_reason == NOT_FINITE
         times = self._histograms
         times["request_seconds"].observe(now - request.submitted_at)
         if request.admitted_at is not None:
@@ -85,7 +86,9 @@ class ServerMetrics(Collector):
         """Count what has been written so far, and keep it for the figures of the last seconds. now: perf_counter."""
         for one in self._followed.values():
             self._count(one)
+        load = self.load
         self.counts["failed_steps_total"] = self._failed_steps()
+        self.counts["refused_rows_total"], self.counts["eager_rounds_total"] = load.refused_rows, load.eager_rounds
         sample = Sample.of(now, self.counts)
         self.rates.add(sample)
         return sample

@@ -81,7 +81,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         keys, where = [] if variable is None else [variable.strip()], f"the variable {KEY_VARIABLE}"
     else:
-        text, where = path.read_text(encoding="utf-8", errors="replace"), str(path)
+        text, where = path.read_text(encoding="utf-8-sig", errors="replace"), str(path)
         keys = [line.strip() for line in text.splitlines() if line.strip()]
         if path.stat().st_mode & 0o077:
             logger.warning("other users of this machine can read or change %s, which holds API keys: chmod 600", path)

@@ -44,5 +44,7 @@ def _text(message: Mapping[str, Any]) -> str:
         return f"<tool_response>\n{content}\n</tool_response>"
     parts = [content] if content else []
     for call in message.get("tool_calls", ()):
-        parts.append(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>")
+        name, values = (call["function"][key] for key in ("name", "arguments"))
+        written = values if isinstance(values, str) else json.dumps(values, ensure_ascii=False)
+        parts.append(f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {written}}}\n</tool_call>')
     return "\n".join(parts)

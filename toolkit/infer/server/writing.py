@@ -19,7 +19,15 @@ class Writing:
     ticket: Ticket
     answer: Answer
     parser: AnswerParser
+    min_tokens: int = 0
     reasoning_tokens: int = 0
+    written: int = 0  # characters whose log-probabilities have been sent
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the answer's tokens, which were asked for."""
+        entries = self.ticket.request.logprobs[: self.answer.n_tokens]
+        return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
     def read(self, update: Update) -> list[Piece]:
         """Add an update. Returns the new pieces that can be shown."""
@@ -28,7 +36,8 @@ class Writing:
             return [Piece("content", text)] if text else []
         pieces: list[Piece] = []
         for one in update.singly():
-            pieces += self.parser.push(self.answer.feed(one))
+            text = self.answer.feed(one)
+            pieces += self.parser.push(text, searched=self.answer.n_tokens > self.min_tokens)
             self.reasoning_tokens += self.parser.thinking and len(one.token_ids)  # none: the end comes by itself
             if self.parser.done:
                 self.answer.finish_reason = "stop"

@@ -254,6 +254,7 @@ class VerifyResult:
     offered: number of drafted nodes.
     depth_offered: depth of the deepest drafted node.
     extra_numbers: the values of `extra` in `read_result`, for the whole batch.
+    nonfinite: numbers of the rows whose logits have NaN or infinity, so whose tokens mean nothing.
     """
 
     path: Tensor
@@ -265,6 +266,7 @@ class VerifyResult:
     offered: list[int]
     depth_offered: list[int]
     extra_numbers: list[int]
+    nonfinite: frozenset[int] = frozenset()
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
@@ -286,7 +288,8 @@ def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = N
     )
     return VerifyResult(
         followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
-        [row[1] for row in rows], [row[2] for row in rows], extra_numbers,
+        [max(0, row[1]) for row in rows], [row[2] for row in rows], extra_numbers,
+        frozenset(at for at, row in enumerate(rows) if row[1] < 0),
     )  # fmt: skip
 
 

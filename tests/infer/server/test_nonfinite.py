@@ -1,0 +1,65 @@
+"""A request whose logits are not finite ends with an error, in every form of reply; all others are as without it."""
+
+from __future__ import annotations
+
+import copy
+
+import httpx
+import pytest
+import torch
+
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.server.completions import Served
+from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.targets.target import Target
+
+BROKEN = 77  # the token whose embedding is NaN
+PROMPTS = [[5, 6, 7], [30, 31] * 9, [40]]
+
+
+@pytest.fixture(scope="module")
+def broken_target(tiny_target):
+    model = copy.deepcopy(tiny_target.model)
+    model.get_input_embeddings().weight.data[BROKEN] = float("nan")
+    return Target(model=model, tokenizer=tiny_target.tokenizer, name="broken")
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("shape", [None, "3,2,6"])
+def test_nothing_of_it_reaches_other_requests(tiny_target, broken_target, tiny_draft, scattered, shape):
+    """A page with NaN that another request gets poisons it: what is masked is multiplied by 0, and 0 * nan is nan."""
+    params = SamplingParams(max_tokens=24, logit_bias={BROKEN: -100})
+    draft = {} if shape is None else {"draft": tiny_draft, "shape": DraftShape.parse(shape)}
+    plain = Engine(tiny_target).generate(PROMPTS, params)
+    wanted = [request.output_ids for request in plain]
+    engine = Engine(broken_target, memory=MemorySettings(scattered_pages=scattered), **draft)
+    for _ in range(2):
+        first, other, *rest = engine.generate([[5, BROKEN, 6] * 8, *PROMPTS], params, speculative=False)
+        assert first.failed and not first.output_ids and "not finite" in first.stop_reason
+        assert [one.output_ids for one in (other, *rest)] == wanted
+    engine.close()
+
+
+def test_every_reply_form_says_so(broken_target, running):
+    """A stream has sent its status, so an event says it; text of NaN must never look like an answer."""
+    engine = Engine(broken_target)
+    word = broken_target.tokenizer.decode([BROKEN])
+    served = Served("tiny", broken_target.tokenizer, engine, engine.context_length, "fp", None, DefaultSampling())
+    chat = {"messages": [{"role": "user", "content": word}]}
+    with running(served) as url:
+        for path, fields in [
+            ("completions", {"prompt": [5, BROKEN]}),
+            ("chat/completions", chat),
+            ("responses", {"input": word}),
+        ]:
+            body = {"model": "tiny", "temperature": 1.0, **fields}
+            reply = httpx.post(f"{url}/v1/{path}", json=body, timeout=20)
+            assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"], path
+            streamed = httpx.post(f"{url}/v1/{path}", json={**body, "stream": True}, timeout=20)
+            assert "not finite" in streamed.text, path
+        assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5]}, timeout=20).status_code == 200
+        assert "toolkit_nonfinite_answers_total 6.0" in httpx.get(f"{url}/metrics").text
+    assert torch.isfinite(engine._cache.keys[0]).all()
