@@ -43,6 +43,12 @@ class TargetSettings:
         None,
         "bits of a weight of the target's linear layers (CPU), in all stages: the head learns from that target",
     )
+    chat_template: str | None = setting(
+        None,
+        "a file of a Jinja template, chatml, or none: plain text, which a base model continues; null: the target's own "
+        "(of a .gguf file: that in its header, or NAME.jinja beside NAME.gguf)",
+        fingerprint_name="chat_template",
+    )
 
 
 @dataclass(frozen=True)

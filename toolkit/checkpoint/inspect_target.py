@@ -8,6 +8,7 @@ from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.head_config import HeadError, full_attention_rope
 from toolkit.heads.native_families import family_of
 from toolkit.heads.rope import STATIC_ROPE_TYPES
+from toolkit.targets.chat_templates import REMEDY
 from toolkit.targets.facts import (
     NATIVE_MTP_KEYS,
     TargetFacts,
@@ -79,7 +80,7 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     report.rows.append(("chat template", "present" if has_template else "absent"))
     if not has_template:
-        report.wrong.append("no chat template: heads are trained on templated text, and accept_length falls without it")
+        report.wrong.append(f"no chat template: {REMEDY}")
     if len(tokenizer) > vocab_size:
         report.wrong.append(f"the tokenizer has {len(tokenizer)} ids, the embedding {vocab_size} rows")
         report.usable = False

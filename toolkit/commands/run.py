@@ -52,8 +52,9 @@ def next_steps(job: Run) -> str:
     lines += [f"report: {job.folder / REPORT_PAGE}", "", "next:"]
     # A file of an earlier version has no recommendation; serve and chat then draft adaptively.
     chosen, own = measured.get("recommended", "adaptive"), job.recipe.target
-    names = changed(own, "revision", "dtype", "quantization")
-    target = shlex.join(["--target", own.model, *(f"--{name}={getattr(own, name)}" for name in names)])
+    name = own.model if own.revision is None else f"{own.model}@{own.revision}"
+    given = [(one, getattr(own, one)) for one in changed(own, "dtype", "quantization", "chat_template")]
+    target = shlex.join(["--target", name, *(f"--{one.replace('_', '-')}={value}" for one, value in given)])
     ckpt = shlex.quote(str(job.folder / "ckpt"))
     if chosen is None:
         train = job.recipe.train

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.jsonl import DataError
+from toolkit.targets.chat_templates import REMEDY
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: <|channel|>name<|message|>text
 Message = dict[str, str]
@@ -25,8 +26,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
         return tokenizer.get_chat_template()
     except ValueError as error:
         raise ChatTemplateError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} has no usable chat template ({str(error)[:160]}); use an "
-            "instruction-tuned target, or add a chat_template.jinja next to its tokenizer"
+            f"the target has no usable chat template ({str(error).splitlines()[0][:80]}); {REMEDY}"
         ) from error
 
 

@@ -4,7 +4,7 @@ A row has one of these forms:
     {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}      ShareGPT
     {"messages": [{"role": "user" | "assistant" | "system", "content": ...}, ...]}    OpenAI
     {"turns": ["first user turn", ...]}                                               MT-bench
-    {"prompt": "..."}
+    {"prompt": "..."} or {"text": "..."}                                              a user turn, or a text to continue
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
+FORMS = ("conversations", "messages", "turns", "prompt", "text")
 # Reading a dataset stops with an error when its first rows, this many, hold no conversation.
 MAX_ROWS_WITHOUT_CONVERSATION = 100
 
@@ -107,15 +108,12 @@ def write_conversations(
 
 
 def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -> Conversation:
-    """Parse one row of any of the four forms. Raises `DataError` that begins with `where`."""
-    form = next((name for name in ("conversations", "messages", "turns", "prompt") if row.get(name) is not None), None)
+    """Parse one row of any of these forms. Raises `DataError` that begins with `where`."""
+    form = next((name for name in FORMS if row.get(name) is not None), None)
     if form is None:
-        raise DataError(
-            f"{where}: keys are {', '.join(map(str, row)) or '(none)'}; "
-            "expected one of conversations, messages, turns or prompt"
-        )
+        raise DataError(f"{where}: keys are {', '.join(map(str, row)) or '(none)'}; expected one of {', '.join(FORMS)}")
     value = row[form]
-    if form == "prompt" and isinstance(value, str):
+    if form in ("prompt", "text") and isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
         raise DataError(f"{where}: {form!r} is a {type(value).__name__}; expected a list")
