@@ -35,7 +35,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
     [
         (
             "train.head.fc_norm=true",
-            "train.head.fc_norm = true: only eagle3 heads read it, and this one is mtp; set it to false",
+            "train.head.fc_norm = true: only eagle3 heads read it, not mtp; set it to false",
         ),
         ("train.head.lm_head=random", "or train.head.kind=eagle3"),
         ("train.unroll.feature_weight=0.5", "only eagle2 heads read it"),

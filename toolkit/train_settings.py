@@ -234,9 +234,7 @@ class TrainSettings:
         said = "only the regression of a new head with train.head.init=target reads these tokens; set it to null"
         yield "head.start_tokens", regressed, said
         sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
-        said = (
-            f"a window holds at least ttt_steps ({steps}) positions, and block heads have none; raise it, or set null"
-        )
+        said = f"a window holds at least ttt_steps ({steps}) positions, block heads have none; raise it, or set null"
         yield "head.sliding_window", sees, said
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "native modules are mtp heads; set it to target, copied or random"
@@ -251,9 +249,7 @@ class TrainSettings:
                 value, default = getattr(part, name), getattr(type(part), name)
                 # Kinds other than eagle3 always use the target's output matrix.
                 unread = key in own or value == default or (key == "head.lm_head" and value == "frozen")
-                said = (
-                    f"only {kind} heads read it, and this one is {head.kind}; set it to {as_json(default)}, the default"
-                )
+                said = f"only {kind} heads read it, not {head.kind}; set it to {as_json(default)}, the default"
                 yield key, unread, f"{said}, or train.head.kind={kind}"
 
     def _init_rules(self) -> Iterator[Rule]:
@@ -270,10 +266,12 @@ class TrainSettings:
         said = "no loss is left, since train.unroll.feature_weight is 0 too; raise one of them"
         yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, said
         thins = unroll.anchors is None or unroll.ttt_steps > layers
-        yield "unroll.ttt_steps", most > 0 or not HEAD_KINDS[self.head.kind].block, "a block has at least 2 tokens"
-        said = (
-            f"anchors thin out the steps after the first {layers}; raise train.unroll.ttt_steps above it, or set null"
+        yield (
+            "unroll.ttt_steps",
+            most > 0 or not HEAD_KINDS[self.head.kind].block,
+            "a block has at least 2 tokens; raise it",
         )
+        said = f"anchors thin out the steps after the first {layers}; raise train.unroll.ttt_steps, or set null"
         yield "unroll.anchors", thins, said
         shares, fits = unroll.curriculum, f"each share is of a number of steps below ttt_steps, so up to {most} fit"
         said = f"{fits}, and they sum to less than 1, since the rest unrolls all steps; leave some out or lower them"
@@ -293,9 +291,7 @@ class TrainSettings:
         said = "Muon's updates have a fixed norm; set it to null, or train.optimizer.name=adamw"
         yield "optimizer.max_grad_norm", bounded, said
         shared = not data.pack or min(data.micro_batch, data.global_batch) > 1
-        said = (
-            "a batch of one sequence has nothing to share a row; set it to false, or raise micro_batch and global_batch"
-        )
+        said = "one sequence has nothing to share a row; set it to false, or raise micro_batch and global_batch"
         yield "data.pack", shared, said
 
     def _engine_rules(self) -> Iterator[Rule]:
@@ -307,12 +303,9 @@ class TrainSettings:
             yield f"on_policy.{name}", fresh, f"{said}leave this out"
         # The engine runs other numbers of forwards on each process, and those of a sharded target are collectives.
         said = "the engine needs a target that is not sharded; set it to null (`toolkit bench` measures trained heads)"
-        yield (
-            "evaluation.real_every",
-            self.target == "replicated" or self.evaluation.real_every is None,
-            said,
-        )
-        yield "on_policy.every", self.target == "replicated" or not fresh, said
+        whole = self.target == "replicated"
+        yield "evaluation.real_every", whole or self.evaluation.real_every is None, said
+        yield "on_policy.every", whole or not fresh, said
 
     def check_processes(self, processes: int) -> None:
         """Raise `RecipeError` when the processes cannot share the global batch in complete micro-batches.

@@ -353,3 +353,16 @@ def test_the_model_card_names_the_target(make_eagle3, publish, target):
     (directory / "README.md").write_text(f"---\nbase_model: {target}\n---\nA head.\n")
     assert open_head(directory).meta["target"]["name"] == target
     check_serves(directory, None)
+
+
+def test_ids_and_output_rows_in_another_order_are_sorted_together(make_eagle3, publish, target, tiny_draft):
+    """Such a head is valid; sorting the ids alone would give every row the logit of another token."""
+    head, order = make_eagle3(), torch.randperm(160, generator=torch.Generator().manual_seed(0))
+
+    def shuffle(_config, tensors):
+        ids = tensors["d2t"] + torch.arange(160)
+        tensors.update({"d2t": ids[order] - torch.arange(160), "lm_head.weight": tensors["lm_head.weight"][order]})
+
+    shuffled = open_head(publish("specforge", head, shuffle), target=target)
+    assert shuffled.token_map == tiny_draft.token_map
+    assert torch.equal(shuffled.head.lm_head.weight, head.lm_head.weight)

@@ -4,7 +4,8 @@ A row has one of these forms:
     {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}      ShareGPT
     {"messages": [{"role": "user" | "assistant" | "system", "content": ...}, ...]}    OpenAI
     {"turns": ["first user turn", ...]}                                               MT-bench
-    {"prompt": "..."} or {"text": "..."}                                              a user turn, or a text to continue
+    {"prompt": "..."}                                                                 a user turn
+    {"text": "..."}                                                                   what a base model continues
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ MAX_ROWS_WITHOUT_CONVERSATION = 100
 
 @dataclass(frozen=True)
 class Conversation:
-    """An id, unique within one read, and the messages: an optional system message first, at least one user message."""
+    """An id, unique within one read, and the messages: an optional system message first, at least one user message.
+
+    is_text: the message is a plain text to continue."""
 
     id: str
     messages: tuple[Message, ...]
+    is_text: bool = False
 
 
 class Conversations(Sequence[Conversation]):
@@ -51,7 +55,7 @@ class Conversations(Sequence[Conversation]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]  # no slices
-        return Conversation(self.ids[index], self._read(index).messages)
+        return replace(self._read(index), id=self.ids[index])
 
 
 def read_conversations(
@@ -124,7 +128,7 @@ def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -
         raise DataError(f"{where}: none of the {len(messages)} messages is a user message; at least one is required")
     if any(message["role"] == "system" for message in messages[1:]):
         raise DataError(f"{where}: a system message follows other messages; it must be the first message")
-    return Conversation(_id(row, default_id), messages)
+    return Conversation(_id(row, default_id), messages, form == "text")
 
 
 def _message(entry: Any, where: str) -> Message:
