@@ -11,7 +11,7 @@ from types import ModuleType
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 # safetensors has a class of its own for this, and torch's writer gives no reason.
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "inline_container.cc")
-_FREE_SPACE = "the disk is full; free some space and run the same command again, which goes on with the files it has"
+_FREE_SPACE = "free some space and run the same command again, which goes on with the files it has"
 _INSTALLED_AS = {"yaml": "pyyaml"}  # where pip's name is another one
 
 
@@ -92,7 +92,7 @@ def exit_status(work: Callable[[], int]) -> int:
         full = any(said in str(error) for said in _DISK_FULL) and not _shows_tracebacks()
         if not full and not is_for_users(error):
             raise
-        told = f"{str(error).splitlines()[0]}: {_FREE_SPACE}" if full else error
+        told = f"the disk is full ({str(error).splitlines()[0]}); {_FREE_SPACE}" if full else error
     except KeyboardInterrupt:
         print("\ntoolkit: interrupted; files written so far are kept", file=sys.stderr)
         return _INTERRUPTED

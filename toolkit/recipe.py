@@ -178,11 +178,7 @@ class Recipe:
 
     def _rules(self) -> Iterator[Rule]:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
-        yield (
-            "name",
-            plain,
-            "it names the run folder; use letters, digits, '.', '_' and '-', the first no '.', '_' or '-'",
-        )
+        yield "name", plain, "it names the run folder; use letters, digits, '.', '_' and '-', first a letter or digit"
         eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
         said = "features of compiled layers differ from those of training, which does not compile; set it to false, or "
         yield "rollouts.torch_compile", eager, f"{said}rollouts.keep_features"
@@ -193,17 +189,14 @@ class Recipe:
         said = "training would not read these features; set train.data.features=offline, or this to false"
         yield "rollouts.keep_features", read, said
         served = bool(self.rollouts.server)
-        for key, neutral, said in (
+        for key, neutral, why in (
             ("rollouts.keep_features", False, "its features stay there; set it to false (training makes them itself)"),
             ("rollouts.deterministic", False, "its arithmetic is its own; set it to false"),
             ("rollouts.torch_compile", False, "nothing is compiled here; set it to false"),
             ("target.quantization", None, "its weights are its own; set it to null"),
         ):
-            yield (
-                key,
-                not served or attrgetter(key)(self) == neutral,
-                f"rollouts.server answers the prompts, and {said}",
-            )
+            said = f"rollouts.server answers the prompts, and {why}"
+            yield key, not served or attrgetter(key)(self) == neutral, said
         named = served or self.rollouts.server_model is None
         yield "rollouts.server_model", named, "it is a name on servers; set rollouts.server too, or this to null"
         one = (self.token_map.size is None) != (self.token_map.coverage is None)
@@ -213,11 +206,8 @@ class Recipe:
         said = "training replaces the head in its own run_dir; copy it out of there, or choose another run_dir"
         yield "train.init", apart, said
         whole = self.target.quantization is None or self.train.target == "replicated"
-        yield (
-            "target.quantization",
-            whole,
-            "quantised layers are not sharded; set it to null, or train.target=replicated",
-        )
+        said = "quantised layers are not sharded; set it to null, or train.target=replicated"
+        yield "target.quantization", whole, said
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:

@@ -25,9 +25,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
-        raise ChatTemplateError(
-            f"the target has no usable chat template ({str(error).splitlines()[0][:80]}); {REMEDY}"
-        ) from error
+        raise ChatTemplateError(f"the target has no usable chat template; {REMEDY}") from error
 
 
 def render_text(

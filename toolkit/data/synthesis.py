@@ -186,7 +186,7 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
         if row.get("settings") != mark:
             raise DataError(
                 f"{path}:{number}: written with other settings (target, template, system prompts, seed or sampling); "
-                "delete the file or write the prompts to another folder"
+                "write the prompts to another folder, or move the file away"
             )
         ended[row["attempt"]] = GenerationResult(
             row["output_ids"], row["finish_reason"], row["draft"], server=row.get("server")

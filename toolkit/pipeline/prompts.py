@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.server_pool import ServerPool
@@ -32,8 +33,9 @@ def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed:
 
     What the target wrote before a kill is kept beside `out` (attempts.jsonl) and used again. Returns a headline.
     Memory: what `read_conversations` says, some 100 bytes a prompt, and all of what the target writes itself.
-    Raises `PipelineError` for plain texts with a chat template, and for ids that are used twice.
+    Raises `ChatTemplateError` without a template, `PipelineError` for plain texts with one and for ids used twice.
     """
+    template_text(target.tokenizer)  # rollouts need one: its absence is told before prompts are read
     parts = []
     provenance: dict[str, dict[str, object]] = {}
     if settings.sources:

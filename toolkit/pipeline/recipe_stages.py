@@ -135,9 +135,9 @@ def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = Tr
     files = {name: run.folder / name for name in made}
     # Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error.
     files.update({name: Path(name) for name in own if not name.startswith("hub:") and not Path(name).is_dir()})
-    own = run.recipe.target
-    of_target = {**local_files(own.model, "target", _TARGET_FILES), **local_files(own.chat_template, "template", ())}
-    return {**files, **of_target} if target_too else files
+    target = run.recipe.target
+    template = local_files(target.chat_template, "template", ())
+    return {**files, **local_files(target.model, "target", _TARGET_FILES), **template} if target_too else files
 
 
 def local_files(name: str | None, what: str, patterns: Sequence[str]) -> dict[str, Path]:

@@ -94,4 +94,4 @@ def _parts(state: Path) -> list[Path]:
 
 def _load(path: Path) -> Any:
     # DeepSpeed stores objects of its own beside the tensors, and loads them so too.
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
