@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from toolkit import __version__, cli
 from toolkit.commands import run as run_command
+from toolkit.errors import exit_status
+from toolkit.pipeline.run import Run
+from toolkit.recipe import DEMO_RECIPE, load_recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -127,3 +133,33 @@ def test_readmes_two_commands_are_in_its_first_screen() -> None:
     first_screen = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:30])
     assert "pip install -e . && toolkit run recipes/smollm2-135m.yaml" in first_screen
     assert 'pip install -e ".[dev]" && pytest' in first_screen
+
+
+def test_the_longer_training_keeps_what_the_user_set(tmp_path: Path) -> None:
+    """The printed line would train the recipe's target in place of the one that was measured."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "measured.json").write_text('{"recommended": null}')
+    given = ("target.model=org/x", "target.chat_template=none", "train.epochs=2", f"run_dir={tmp_path}")
+    said = run_command.next_steps(Run(load_recipe(DEMO_RECIPE, given), DEMO_RECIPE, given))
+    more = f"target.model=org/x target.chat_template=none train.epochs=4.0 run_dir={tmp_path}-longer "
+    assert f"toolkit run {DEMO_RECIPE} {more}" in said
+    assert "toolkit serve --target org/x --chat-template=none" in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
+    ],
+)
+def test_a_full_disk_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the writers of Python, safetensors and torch report it."""
+
+    def work() -> int:
+        raise error
+
+    assert exit_status(work) == 2
+    said = capsys.readouterr().err
+    assert "the disk is full (" in said and said.count("\n") == 1

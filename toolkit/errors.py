@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+# safetensors has a class of its own for this, and torch's writer gives no reason.
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "inline_container.cc")
+_FREE_SPACE = "free some space and run the same command again, which goes on with the files it has"
 _INSTALLED_AS = {"yaml": "pyyaml"}  # where pip's name is another one
 
 
@@ -33,7 +36,7 @@ class TrainError(ValueError):
 
 
 class ResumeError(TrainError):
-    """The stored state was written with other settings or by another number of processes."""
+    """The stored state was written with other settings or its layout cannot be converted."""
 
 
 class MissingPackageError(ModuleNotFoundError):
@@ -80,18 +83,18 @@ def exit_status(work: Callable[[], int]) -> int:
     Ctrl-C."""
     try:
         return work()
-    except (ValueError, OSError) as error:
-        if not is_for_users(error):
-            raise
-        print(f"toolkit: error: {error}", file=sys.stderr)
-        return 2
     except ModuleNotFoundError as error:
         package = (error.name or "toolkit").partition(".")[0]
         if package == "toolkit" or _shows_tracebacks():
             raise
-        told = error if isinstance(error, MissingPackageError) else MissingPackageError(package, "this command")
-        print(f"toolkit: error: {told}", file=sys.stderr)
-        return 2
+        told: object = error if isinstance(error, MissingPackageError) else MissingPackageError(package, "this command")
+    except Exception as error:
+        full = any(said in str(error) for said in _DISK_FULL) and not _shows_tracebacks()
+        if not full and not is_for_users(error):
+            raise
+        told = f"the disk is full ({str(error).splitlines()[0]}); {_FREE_SPACE}" if full else error
     except KeyboardInterrupt:
         print("\ntoolkit: interrupted; files written so far are kept", file=sys.stderr)
         return _INTERRUPTED
+    print(f"toolkit: error: {told}", file=sys.stderr)
+    return 2

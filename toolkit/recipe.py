@@ -43,6 +43,12 @@ class TargetSettings:
         None,
         "bits of a weight of the target's linear layers (CPU), in all stages: the head learns from that target",
     )
+    chat_template: str | None = setting(
+        None,
+        "a file of a Jinja template, chatml, or none: plain text, which a base model continues; null: the target's own "
+        "(of a .gguf file: that in its header, or NAME.jinja beside NAME.gguf)",
+        fingerprint_name="chat_template",
+    )
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         others = self.further_temperatures
         once = len({self.temperature, *others}) == 1 + len(others)
-        needed = "each temperature once, and none that is bench.temperature,"
-        check(self, "bench.", [("further_temperatures", once, needed)])
+        said = f"each temperature is measured once; leave out repeated ones and bench.temperature, {self.temperature:g}"
+        check(self, "bench.", [("further_temperatures", once, said)])
 
 
 @dataclass(frozen=True)
@@ -172,33 +178,36 @@ class Recipe:
 
     def _rules(self) -> Iterator[Rule]:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
-        yield "name", plain, "a name of letters, digits, '.', '_' or '-' (it names the run folder)"
-        # Features of compiled layers differ from those of training, which does not compile its forwards.
+        yield "name", plain, "it names the run folder; use letters, digits, '.', '_' and '-', first a letter or digit"
         eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
-        yield "rollouts.torch_compile", eager, "false under rollouts.keep_features: true"
+        said = "features of compiled layers differ from those of training, which does not compile; set it to false, or "
+        yield "rollouts.torch_compile", eager, f"{said}rollouts.keep_features"
         one_way = not (self.rollouts.deterministic and self.rollouts.torch_compile)
-        yield "rollouts.torch_compile", one_way, "false under rollouts.deterministic: true"
+        said = "compiled layers do not always give the same bits; set it to false, or rollouts.deterministic"
+        yield "rollouts.torch_compile", one_way, said
         read = not self.rollouts.keep_features or self.train.data.features == "offline"
-        yield "rollouts.keep_features", read, "train.data.features: offline, which reads them, or false,"
+        said = "training would not read these features; set train.data.features=offline, or this to false"
+        yield "rollouts.keep_features", read, said
         served = bool(self.rollouts.server)
-        for key, neutral, needed in (
-            ("rollouts.keep_features", False, "false (train.data.features: offline makes them itself)"),
-            ("rollouts.deterministic", False, "false"),
-            ("rollouts.torch_compile", False, "false"),
-            ("target.quantization", None, "null (the servers' weights are their own)"),
+        for key, neutral, why in (
+            ("rollouts.keep_features", False, "its features stay there; set it to false (training makes them itself)"),
+            ("rollouts.deterministic", False, "its arithmetic is its own; set it to false"),
+            ("rollouts.torch_compile", False, "nothing is compiled here; set it to false"),
+            ("target.quantization", None, "its weights are its own; set it to null"),
         ):
-            yield key, not served or attrgetter(key)(self) == neutral, f"{needed} under rollouts.server"
+            said = f"rollouts.server answers the prompts, and {why}"
+            yield key, not served or attrgetter(key)(self) == neutral, said
         named = served or self.rollouts.server_model is None
-        yield "rollouts.server_model", named, "null without rollouts.server"
+        yield "rollouts.server_model", named, "it is a name on servers; set rollouts.server too, or this to null"
         one = (self.token_map.size is None) != (self.token_map.coverage is None)
-        yield "token_map", one, "exactly one of size and coverage (set the other to null)"
-        init = self.train.init
-        apart = init is None or not Path(init).resolve().is_relative_to(
-            Path(self.run_dir or f"runs/{self.name}").resolve()
-        )
-        yield "train.init", apart, "a head outside of run_dir, where training replaces its own,"
+        yield "token_map", one, "exactly one of size and coverage decides how many ids it keeps; set the other to null"
+        init, own = self.train.init, Path(self.run_dir or f"runs/{self.name}").resolve()
+        apart = init is None or not Path(init).resolve().is_relative_to(own)
+        said = "training replaces the head in its own run_dir; copy it out of there, or choose another run_dir"
+        yield "train.init", apart, said
         whole = self.target.quantization is None or self.train.target == "replicated"
-        yield "target.quantization", whole, "null under train.target sharded, or train.target: replicated,"
+        said = "quantised layers are not sharded; set it to null, or train.target=replicated"
+        yield "target.quantization", whole, said
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:

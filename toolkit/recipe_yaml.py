@@ -15,7 +15,28 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
 T = TypeVar("T")
-Rule = tuple[str, bool, str]  # key, whether its value is valid, what is needed
+Rule = tuple[str, bool, str]  # key, whether its value is valid, else a sentence: the reason, and what to set
+# What other trainers call a key.
+ALIASES = {
+    "train.optimizer.learning_rate": "lr learning_rate",
+    "train.optimizer.warmup_ratio": "warmup warmup_steps num_warmup_steps",
+    "train.optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "train.optimizer.max_grad_norm": "grad_clip clip_grad gradient_clipping max_norm",
+    "train.data.global_batch": "batch_size bs global_batch_size train_batch_size",
+    "train.data.micro_batch": "micro_batch_size per_device_train_batch_size",
+    "train.data.max_length": "max_len max_seq_len max_seq_length seq_len seq_length max_model_len",
+    "train.unroll.ttt_steps": "ttt_length",
+    "train.evaluation.eval_every": "eval_steps eval_interval",
+    "train.epochs": "num_epochs num_train_epochs n_epochs",
+    "train.max_steps": "steps num_steps num_train_steps total_steps",
+    "train.save_every": "save_steps save_interval",
+    "train.precision": "mixed_precision bf16 fp16",
+    "rollouts.max_tokens": "max_new_tokens",
+    "prompts.sources": "data dataset datasets data_path train_data_path",
+    "token_map.size": "vocab_size draft_vocab_size",
+    "target.model": "model_name model_name_or_path model_path target_model_path",
+    "run_dir": "out output output_dir",
+}
 
 
 class RecipeError(ValueError):
@@ -24,11 +45,14 @@ class RecipeError(ValueError):
 
 def check(section: object, place: str, rules: Iterable[Rule]) -> None:
     """Raise `RecipeError` with one line per rule that `section` breaks. place: the section's key and a dot, or ""."""
-    lines = [
-        f"{place}{key} = {attrgetter(key)(section)!r}, but {needed} is needed" for key, ok, needed in rules if not ok
-    ]
+    lines = [f"{place}{key} = {as_json(attrgetter(key)(section))}: {sentence}" for key, ok, sentence in rules if not ok]
     if lines:
         raise RecipeError("\n".join(lines))
+
+
+def as_json(value: object) -> str:
+    """A value as a recipe has it: true, null, [1, 2]."""
+    return to_json(value).decode()
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,7 +87,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise RecipeError(f"override {override!r}: {section} = {tree!r} has no keys; it must be a mapping of keys")
+            raise RecipeError(f"override {override!r}: {section} = {as_json(tree)} has no keys; it must be a mapping")
     tree[last] = parse_yaml(text, f"override {override!r}")
 
 
@@ -104,10 +128,19 @@ def _problem(error: ErrorDetails, place: str, known: Mapping[str, str | None]) -
     if kind == "missing":
         return f"{key} is missing; it has no default"
     if kind == "unexpected_keyword_argument":
-        return f"unknown key {key}; did you mean {max(known, key=lambda name: _likeness(name, key))}?"
+        return f"unknown key {key}; did you mean {_nearest(key, known)}?"
     message = f"it must be {_WORDS[kind]}" if kind in _WORDS else error["msg"].removeprefix("Value error, ")
     quoted = f' (write it in quotes: "{given}")' if kind == "string_type" and given is not None else ""
-    return f"{key} = {given!r}: {message.replace('Input should', 'it must')}{quoted}"
+    return f"{key} = {as_json(given)}: {message.replace('Input should', 'it must')}{quoted}"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """The key that is meant: one that others call so, unless in another section, else the most similar one."""
+    section, _, last = key.rpartition(".")
+    meant = (
+        name for name, others in ALIASES.items() if last in others.split() and name.startswith(section.split(".")[0])
+    )
+    return next(meant, None) or max(known, key=lambda name: _likeness(name, key))
 
 
 def _likeness(one: str, other: str) -> float:

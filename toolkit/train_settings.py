@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
-from toolkit.recipe_yaml import RecipeError, Rule, check
+from toolkit.recipe_yaml import RecipeError, Rule, as_json, check
 
 NewWeights = Literal["target", "copied", "random", "native"]
 
@@ -229,14 +229,17 @@ class TrainSettings:
         head, steps = self.head, self.unroll.ttt_steps
         ids = head.aux_layer_ids
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
-        yield "head.aux_layer_ids", rising, "null or three ascending indices into hidden_states"
+        yield "head.aux_layer_ids", rising, "three ascending indices into hidden_states are read; give three, or null"
         regressed = head.start_tokens is None or self.start == "target"
-        yield "head.start_tokens", regressed, "null, or train.head.init=target without train.init,"
+        said = "only the regression of a new head with train.head.init=target reads these tokens; set it to null"
+        yield "head.start_tokens", regressed, said
         sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
-        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null (block heads see everything),"
+        said = f"a window holds at least ttt_steps ({steps}) positions, block heads have none; raise it, or set null"
+        yield "head.sliding_window", sees, said
         native = head.init != "native" or HEAD_KINDS[head.kind].native
-        yield "head.init", native, "target, copied or random (native modules are mtp heads),"
-        yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
+        yield "head.init", native, "native modules are mtp heads; set it to target, copied or random"
+        said = f"training reaches ttt_steps ({steps}) layers only; lower it, or raise train.unroll.ttt_steps"
+        yield "head.layers", head.stages <= steps, said
         # A setting that this kind of head does not use must not look as if it had an effect.
         own = HEAD_KINDS[head.kind].settings
         for kind, other in HEAD_KINDS.items():
@@ -246,47 +249,63 @@ class TrainSettings:
                 value, default = getattr(part, name), getattr(type(part), name)
                 # Kinds other than eagle3 always use the target's output matrix.
                 unread = key in own or value == default or (key == "head.lm_head" and value == "frozen")
-                yield key, unread, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},"
+                said = f"only {kind} heads read it, not {head.kind}; set it to {as_json(default)}, the default"
+                yield key, unread, f"{said}, or train.head.kind={kind}"
 
     def _init_rules(self) -> Iterator[Rule]:
         head, new = self.head, self.init is None
-        yield "head.init", new or head.init == type(head).init, "target, the default, or train.init: null,"
-        yield "init", self.init not in get_args(NewWeights), f"a head, or train.head.init={self.init},"
-        yield "head.lm_head", new or head.lm_head != "random", "null, target or frozen under train.init"
+        said = "train.init names the head that is trained; leave this at target, or set train.init=null"
+        yield "head.init", new or head.init == type(head).init, said
+        said = f"it names a head that exists; for new weights set train.init=null train.head.init={self.init}"
+        yield "init", self.init not in get_args(NewWeights), said
+        said = "train.init brings weights that random ones would replace; set it to null, target or frozen"
+        yield "head.lm_head", new or head.lm_head != "random", said
 
     def _unroll_rules(self) -> Iterator[Rule]:
         unroll, most, layers = self.unroll, self.unroll.ttt_steps - 1, self.head.stages
-        yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, "this or feature_weight above 0"
+        said = "no loss is left, since train.unroll.feature_weight is 0 too; raise one of them"
+        yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, said
         thins = unroll.anchors is None or unroll.ttt_steps > layers
-        yield "unroll.ttt_steps", most > 0 or not HEAD_KINDS[self.head.kind].block, "at least 2, the tokens of a block,"
-        yield "unroll.anchors", thins, f"null, or ttt_steps above {layers}: they thin out later steps,"
-        shares, fits = unroll.curriculum, f"up to {most} shares (one for each number of steps below ttt_steps)"
-        yield "unroll.curriculum", len(shares) <= most and sum(shares) < 1, f"{fits} that sum to less than 1"
+        yield (
+            "unroll.ttt_steps",
+            most > 0 or not HEAD_KINDS[self.head.kind].block,
+            "a block has at least 2 tokens; raise it",
+        )
+        said = f"anchors thin out the steps after the first {layers}; raise train.unroll.ttt_steps, or set null"
+        yield "unroll.anchors", thins, said
+        shares, fits = unroll.curriculum, f"each share is of a number of steps below ttt_steps, so up to {most} fit"
+        said = f"{fits}, and they sum to less than 1, since the rest unrolls all steps; leave some out or lower them"
+        yield "unroll.curriculum", len(shares) <= most and sum(shares) < 1, said
         alike = not shares or layers == 1
-        yield "unroll.curriculum", alike, "none: a step has its own MTP layer here, and fewer leave some untrained,"
-        fits = "null under a curriculum: a shallow unroll's measurements fall short,"
-        yield "evaluation.patience", not shares or self.evaluation.patience is None, fits
+        said = "each step has its own MTP layer here, and fewer steps leave some untrained; set it to []"
+        yield "unroll.curriculum", alike, said
+        said = "measurements fall short while a curriculum unrolls few steps; set it to null, or the curriculum to []"
+        yield "evaluation.patience", not shares or self.evaluation.patience is None, said
 
     def _step_rules(self) -> Iterator[Rule]:
         data, optimizer = self.data, self.optimizer
         differs = self.unroll.mask_shift == 0 or data.supervise == "answers"
-        yield "unroll.mask_shift", differs, "0 under train.data.supervise all, where a shift changes next to nothing,"
+        said = "a shift changes next to nothing under train.data.supervise=all; set it to 0"
+        yield "unroll.mask_shift", differs, said
         bounded = optimizer.max_grad_norm is None or optimizer.name == "adamw"
-        yield "optimizer.max_grad_norm", bounded, "null under train.optimizer.name muon, or name: adamw,"
+        said = "Muon's updates have a fixed norm; set it to null, or train.optimizer.name=adamw"
+        yield "optimizer.max_grad_norm", bounded, said
         shared = not data.pack or min(data.micro_batch, data.global_batch) > 1
-        yield "data.pack", shared, "false, or more than one sequence in micro_batch and global_batch,"
+        said = "one sequence has nothing to share a row; set it to false, or raise micro_batch and global_batch"
+        yield "data.pack", shared, said
 
     def _engine_rules(self) -> Iterator[Rule]:
         fresh = self.on_policy.every is not None
-        online = "online under train.on_policy.every, whose texts are not stored,"
-        yield "data.features", self.data.features == "online" or not fresh, online
-        needed = "train.on_policy.every, the steps between fresh rollouts (null: never), or this setting's default"
+        said = "fresh rollouts have no stored features; set it to online, or train.on_policy.every=null"
+        yield "data.features", self.data.features == "online" or not fresh, said
+        said = "nothing reads it while train.on_policy.every, the steps between fresh rollouts, is null; set that, or "
         for name in changed(self.on_policy, "prompts", "temperatures"):
-            yield f"on_policy.{name}", fresh, needed
+            yield f"on_policy.{name}", fresh, f"{said}leave this out"
         # The engine runs other numbers of forwards on each process, and those of a sharded target are collectives.
-        whole = "null under train.target sharded (the engine needs all of it; `toolkit bench` measures trained heads)"
-        yield "evaluation.real_every", self.target == "replicated" or self.evaluation.real_every is None, whole
-        yield "on_policy.every", self.target == "replicated" or not fresh, whole
+        said = "the engine needs a target that is not sharded; set it to null (`toolkit bench` measures trained heads)"
+        whole = self.target == "replicated"
+        yield "evaluation.real_every", whole or self.evaluation.real_every is None, said
+        yield "on_policy.every", whole or not fresh, said
 
     def check_processes(self, processes: int) -> None:
         """Raise `RecipeError` when the processes cannot share the global batch in complete micro-batches.
@@ -303,7 +322,8 @@ class TrainSettings:
                 f"--num-processes {fewer}"
             )
         whole = share <= data.micro_batch or share % data.micro_batch == 0
-        check(self, "train.", [("data.micro_batch", whole, f"a divisor of {share}, the sequences of a process,")])
+        said = f"a process has {share} sequences, which it must divide; choose a divisor"
+        check(self, "train.", [("data.micro_batch", whole, said)])
 
     def idle_settings(self) -> list[str]:
         """Settings without effect because real_every is null; no error, since an override may have set it."""

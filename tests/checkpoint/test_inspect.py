@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.conftest import build_target
 from toolkit.checkpoint import files
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.inspect_head import inspect_head
+from toolkit.checkpoint.inspect_path import inspect_path
 from toolkit.checkpoint.inspect_target import inspect_target
 from toolkit.weights import read_json, write_json
 
@@ -117,16 +119,6 @@ MTP = {  # family: what its config says besides, a few names of its MTP tensors,
         ["model.layers.46.eh_proj.weight", "model.layers.46.shared_head.norm.weight"],
         "1: model.layers.46",
     ),
-    "qwen3_next": (  # its config says nothing of them
-        {"num_hidden_layers": 48},
-        ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.input_layernorm.weight", "mtp.layers.0.mlp.gate.weight"],
-        "1: mtp.layers.0",
-    ),
-    "mimo": (  # a family that transformers lacks and that is registered here
-        {"num_hidden_layers": 36, "num_nextn_predict_layers": 1},
-        ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.final_layernorm.weight"],
-        "1: model.mtp_layers.0",
-    ),
     "mimo_v2": (
         {"num_hidden_layers": 48, "auto_map": {"AutoConfig": "configuration_mimo.C"}},
         [f"model.mtp.layers.{number}.eh_proj.weight" for number in range(3)],
@@ -151,15 +143,25 @@ def test_native_mtp_layers(tmp_path, family):
     assert bool(unknown) == ("auto_map" in keys) and not (unknown and report.usable)
     (tmp_path / "model.safetensors.index.json").unlink()
     said = rows(inspect_target(str(tmp_path)))["native MTP layers"]
-    stated = "num_nextn_predict_layers" in keys
-    assert said.startswith("1 by its config's num_nextn" if stated else "what its weights hold is unknown")
+    assert said.startswith("unknown, since its weights cannot be searched")
 
 
-def test_mtp_layers_that_were_lost(target_copy):
-    """save_pretrained drops them and keeps the config's word."""
+def test_a_quantised_module_is_not_used(target_copy):
+    """`inspect` says what the engine does, by the same function."""
+    names = ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight_scale"]
     config = read_json(target_copy / "config.json")
-    write_json(target_copy / "config.json", {**config, "num_nextn_predict_layers": 1})
-    assert "states 1 MTP layers" in inspect_target(str(target_copy)).wrong[0]
+    write_json(target_copy / "config.json", {**config, "model_type": "qwen3_next", "mtp_num_hidden_layers": 1})
+    write_json(target_copy / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model.safetensors")})
+    said = rows(inspect_target(str(target_copy)))["native MTP is used"]
+    assert said.startswith("no: it is quantised (mtp.layers.0.mlp.up_proj.weight_scale,")
+
+
+def test_a_target_of_two_layers_is_no_head(tmp_path):
+    """Many heads have a config of so many layers, so the weights decide."""
+    target = build_target(layers=2)
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    assert inspect_path(str(tmp_path)).title.endswith("target, LlamaForCausalLM")
 
 
 def test_a_target_without_a_template(target_copy):

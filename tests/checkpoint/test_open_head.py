@@ -379,3 +379,16 @@ def test_an_empty_d2t_is_a_warning(make_eagle3, publish, target):
 
     (line,) = lines(open_head(publish("specforge", make_eagle3(), empty), target=target), "t2d")
     assert line.warning and "never filled" in line.line
+
+
+def test_ids_and_output_rows_in_another_order_are_sorted_together(make_eagle3, publish, target, tiny_draft):
+    """Such a head is valid; sorting the ids alone would give every row the logit of another token."""
+    head, order = make_eagle3(), torch.randperm(160, generator=torch.Generator().manual_seed(0))
+
+    def shuffle(_config, tensors):
+        ids = tensors["d2t"] + torch.arange(160)
+        tensors.update({"d2t": ids[order] - torch.arange(160), "lm_head.weight": tensors["lm_head.weight"][order]})
+
+    shuffled = open_head(publish("specforge", head, shuffle), target=target)
+    assert shuffled.token_map == tiny_draft.token_map
+    assert torch.equal(shuffled.head.lm_head.weight, head.lm_head.weight)

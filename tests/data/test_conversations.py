@@ -58,7 +58,7 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "x"}, "keys are text; expected one of conversations"),
+        ({"body": "x"}, "keys are body; expected one of conversations"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, "role is 'tool'; expected one of system, user"),
         ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
         ({"messages": []}, "none of the 0 messages is a user message"),
@@ -241,12 +241,12 @@ def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.Mo
     def rows() -> Any:
         for number in itertools.count():
             read.append(number)
-            yield {"text": "no conversation"}
+            yield {"body": "no conversation"}
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     with pytest.raises(
-        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys are text"
+        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys are body"
     ):
         read_conversations("hub:org/name", limit=5)
     assert len(read) < 2000

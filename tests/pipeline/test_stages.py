@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.pipeline import manifest
 from toolkit.pipeline.manifest import Manifest, read_manifest
-from toolkit.pipeline.stages import PipelineError, Stage, run_stages
+from toolkit.pipeline.stages import PipelineError, Stage, record_done, run_stages
 from toolkit.weights import WeightsError
 
 
@@ -226,3 +226,13 @@ def test_a_file_of_several_stages_is_hashed_once(tmp_path: Path, monkeypatch: py
     assert manifest.mark_file(path) == manifest.mark_file(path) and len(read) == 1
     path.write_text("other")
     assert manifest.mark_file(path)["sha256"] == "other" and len(read) == 2
+
+
+def test_what_another_command_finished_is_done(house: House) -> None:
+    """A training that `accelerate launch` finished would be trained again, or refused."""
+    house.run(until="a")
+    out = house.root / "b" / "out.txt"
+    out.parent.mkdir()
+    out.write_text("by hand")
+    record_done(house.root, house.stages()[1], "by hand", 5.0)
+    assert house.run() == ["c"] and "skipped, up to date (by hand" in house.told()

@@ -30,6 +30,13 @@ def test_tokens_template_and_ends_survive(tiny_gguf, tiny_target):
     assert target.tokenizer.pad_token_id == tiny_target.tokenizer.pad_token_id
 
 
+def test_a_template_beside_the_file(tiny_gguf, tmp_path):
+    """Many files have none in their header; the cached copy of the model is in a folder that users do not know."""
+    (tmp_path / "m.gguf").symlink_to(tiny_gguf)
+    (tmp_path / "m.jinja").write_text("{{ messages[0]['content'] }}!")
+    assert load_target(tmp_path / "m.gguf").tokenizer.chat_template == "{{ messages[0]['content'] }}!"
+
+
 def test_digits_stand_alone_as_in_training(tiny_gguf):
     """GGUF names SmolLM's digit rule only by a word; without it '2024' becomes tokens the model never saw."""
     tokenizer = load_target(tiny_gguf).tokenizer

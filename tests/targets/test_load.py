@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaModel, T5Config
 
+from toolkit.data.chat_template import decode, prompt_ids
+from toolkit.data.loss_mask import response_mask
+from toolkit.data.synthesis import user_turn_prefix_ids
 from toolkit.errors import TargetError
 from toolkit.recipe import load_recipe
 from toolkit.targets import load
+from toolkit.targets.chat_templates import choose_template, has_chat_template
 from toolkit.targets.load import load_target, load_tokenizer, stated_dtype
 from toolkit.weights import load_tensors, save_tensors
 
@@ -234,3 +239,37 @@ def test_weights_that_are_not_finite_are_named(directory, tiny_target, name, val
     model.save_pretrained(directory)
     with pytest.raises(TargetError, match=f"its weights have some: {name}"):
         load_target(directory)
+
+
+def test_a_chosen_template_takes_the_place_of_the_targets_own(directory, tmp_path):
+    """Base models have none. A template that was not taken would train a head on texts that are never served."""
+    own, file = load_tokenizer(directory).chat_template, tmp_path / "own.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    chat, ids = [{"role": "user", "content": "Hi"}], load_tokenizer(directory)("Hi")["input_ids"]
+
+    def rendered(chosen: str) -> str:
+        tokenizer = load_tokenizer(directory, chat_template=chosen)
+        assert has_chat_template(tokenizer) == (chosen != "none")
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+    assert rendered(str(file)) == rendered(file.read_text()) == "Hi!"
+    assert rendered("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert load_tokenizer(directory)(rendered("none"), add_special_tokens=False)["input_ids"] == ids
+    assert load_tokenizer(directory).chat_template == own
+    with pytest.raises(TargetError, match="chat_template is 'chatlm', and there is no such file"):
+        load_target(directory, chat_template="chatlm")
+
+
+def test_plain_texts_begin_as_completions_do(directory):
+    """The server writes BOS before a text where the tokenizer does; the training's texts need it too."""
+    tokenizer = load_tokenizer(directory)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
+    )
+    choose_template(tokenizer, "none", "x")
+    chat = [{"role": "user", "content": "the fox"}]
+    assert prompt_ids(tokenizer, chat) == tokenizer("the fox")["input_ids"]
+    assert user_turn_prefix_ids(tokenizer) == [tokenizer.bos_token_id]
+    answered = [*chat, {"role": "assistant", "content": " runs"}]
+    ids, mask = response_mask(tokenizer, answered)
+    assert decode(tokenizer, [one for one, inside in zip(ids, mask, strict=True) if inside]) == " runs"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from toolkit.errors import TrainError
+from toolkit.errors import ResumeError, TrainError
+from toolkit.train.convert_state import is_of_other_layout
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
 from toolkit.train_settings import TrainSettings
@@ -54,6 +57,22 @@ def test_two_trainings_in_one_folder(tmp_path):
         with pytest.raises(TrainError), sole_trainer(tmp_path):
             pass
     assert subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True).stdout == "alone\n"
+
+
+def test_a_state_of_zero_3_is_named(tmp_path):
+    """Its parts have another layout: read as those of ZeRO-2 they would give other weights."""
+    part = tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    part.parent.mkdir()
+    torch.save({"optimizer_state_dict": {"zero_stage": 3}}, part)
+
+    def other(processes: int, stage: int) -> bool:
+        engine = SimpleNamespace(zero_optimization_stage=lambda: stage)
+        return is_of_other_layout(SimpleNamespace(num_processes=processes), engine, tmp_path, processes=2)
+
+    assert not other(2, 3)
+    for running in ((1, 3), (2, 2)):
+        with pytest.raises(ResumeError, match="launch 2 processes under ZeRO-3 to resume it"):
+            other(*running)
 
 
 def test_metrics_hold_no_nan_and_rewind(tmp_path):

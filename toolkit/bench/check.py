@@ -86,9 +86,12 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
             return Unreadable("token map" if isinstance(error, TokenMapError) else "weights", str(error))
     source = target_source(config, draft)
     module = find_module(config, source) if draft is None else None
-    target = load_target(
-        source.name, revision=source.revision, quantization=source.quantization, dtype="float32", device=device
-    )
+    asked: Any = {
+        "revision": source.revision,
+        "quantization": source.quantization,
+        "chat_template": source.chat_template,
+    }
+    target = load_target(source.name, dtype="float32", device=device, **asked)
     try:
         draft = draft if module is None else native_draft(config, target, *module)
     except refused as error:

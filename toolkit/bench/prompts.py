@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.conversations import conversation_from_row
+from toolkit.data.conversations import FORMS, conversation_from_row
 from toolkit.jsonl import DataError, read_rows
 
 BUILTIN = "built-in"
@@ -42,7 +42,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     seen: dict[str, int] = {}
     for number, row in read_rows(path):
         where, stem = f"{path}:{number}", Path(path).stem
-        holds_messages = "messages" in row or "conversations" in row
+        holds_messages = "turns" not in row and any(form in row for form in FORMS)
         prompt = _conversation(row, where, stem, number) if holds_messages else _prompt(row, where, stem)
         if prompt.question_id in seen:
             raise DataError(

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.gguf_head import gguf_file, is_gguf_head, read_gguf
+from toolkit.checkpoint.recognise import is_whole_model
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
@@ -110,7 +111,10 @@ def target_named(name: str) -> HubId | None:
     if name == DEMO_NAME or path.suffix == ".gguf":
         return HubId(name, None)
     if path.is_dir():
-        whole = looks_like_target(read_config(path)) and "fc.weight" not in _names(path)
+        config, names = read_config(path), _names(path)
+        # A config of two layers may be a head's: the weights decide.
+        whole = is_whole_model(names) if not looks_like_target(config) else "fc.weight" not in names
+        whole = whole and not DRAFT_KEYS & config.keys()
         return HubId(name, None) if whole else None
     hub = _hub_id(name)
     config = _from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))

@@ -13,9 +13,10 @@ import torch
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.resolution import Resolver
 from toolkit.targets.facts import TargetFacts
-from toolkit.tokenmap.token_map import TokenMap
+from toolkit.tokenmap.token_map import TokenMap, as_ids
 from toolkit.weights import WeightsError
 
+BY_DRAFT_ID = ("lm_head.weight", "markov_head.markov_w2.weight")  # [D, ..]: a row for each draft id
 Tensors = dict[str, torch.Tensor]
 
 
@@ -73,7 +74,13 @@ def read_token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors,
         return TokenMap.identity(vocab_size)
     if d2t.numel() != size:
         raise WeightsError(f"wrong shape: d2t has {d2t.numel()} entries, the draft vocabulary {size}")
-    token_map = TokenMap.from_d2t(d2t, vocab_size)
+    ids = as_ids(d2t) + torch.arange(size)
+    if (ids[1:] < ids[:-1]).any():
+        order = ids.argsort()
+        for name in [name for name in BY_DRAFT_ID if name in tensors]:
+            tensors[name] = tensors[name][order.to(tensors[name].device)]
+        resolver.note("d2t", "sorted", "its ids are not ascending: the rows of the output matrix were sorted with them")
+    token_map = TokenMap.from_ids(ids, vocab_size)
     if t2d is None:
         empty = size < vocab_size and not d2t.any()
         rule = f"absent; d2t is all zero: ids 0..{size - 1}, or it was never filled; accept_length will show"

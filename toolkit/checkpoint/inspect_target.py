@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.inspect_head import Report
+from toolkit.checkpoint.native_mtp import find_native, why_unread
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.head_config import HeadError, full_attention_rope
-from toolkit.heads.native_families import family_of
+from toolkit.heads.native_families import at
 from toolkit.heads.rope import STATIC_ROPE_TYPES
-from toolkit.targets.facts import (
-    NATIVE_MTP_KEYS,
-    TargetFacts,
-    bare_facts,
-    stated_config,
-    target_facts,
-    tensor_names,
-)
+from toolkit.targets.chat_templates import REMEDY
+from toolkit.targets.facts import TargetFacts, bare_facts, target_facts
 from toolkit.targets.load import load_tokenizer
-from toolkit.targets.mtp_names import native_mtp_layers
 from toolkit.targets.target import end_of_turn_id
 
 
@@ -85,27 +80,28 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
         except TargetError as error:
             report.refuse(str(error))
     else:
-        report.wrong.append("no chat template: heads are trained on templated text, and accept_length falls without it")
+        report.wrong.append(f"no chat template: {REMEDY}")
     if len(tokenizer) > vocab_size:
         report.wrong.append(f"the tokenizer has {len(tokenizer)} ids, the embedding {vocab_size} rows")
         report.usable = False
 
 
 def _mtp(report: Report, facts: TargetFacts) -> None:
-    """MTP layers, counted by the names of the weights; without those, as config.json states."""
-    # transformers' configuration classes add such a key to models that never had one.
-    own = stated_config(facts.source, facts.revision)
-    stated = next(((key, own[key]) for key in NATIVE_MTP_KEYS if own.get(key)), None)
+    """The MTP modules that the engine finds, or why it finds none."""
     try:
-        layers = native_mtp_layers(list(tensor_names(facts)), facts.n_layers)
-    except TargetError as error:
-        said = "" if stated is None else f"{stated[1]} by its config's {stated[0]}; "
-        report.rows.append(("native MTP layers", f"{said}what its weights hold is unknown ({error})"))
+        found = find_native(facts)
+    except DraftDirError as error:
+        report.rows.append(("native MTP layers", "not those that its config states"))
+        report.wrong.append(str(error))
         return
-    report.rows.append(("native MTP layers", f"{len(layers)}: {', '.join(layers)}" if layers else "none"))
-    if layers:
-        family = family_of(facts.model_type)
-        use = f"drafts unless --draft none ({family.title})" if family.refused is None else f"no: {family.refused}"
-        report.rows.append(("native MTP is used", use))
-    if stated and not layers:
-        report.wrong.append(f"its config states {stated[1]} MTP layers, its weights hold none (lost when it was saved)")
+    except TargetError as error:
+        report.rows.append(("native MTP layers", f"unknown, since its weights cannot be searched ({error})"))
+        return
+    if found is None:
+        report.rows.append(("native MTP layers", "none"))
+        return
+    places = [at(found.family.block, k, facts.n_layers).rstrip(".") for k in range(found.count)]
+    report.rows.append(("native MTP layers", f"{found.count}: {', '.join(places)}"))
+    why = why_unread(found)
+    use = f"drafts unless --draft none ({found.family.title})" if why is None else f"no: {why}"
+    report.rows.append(("native MTP is used", use))

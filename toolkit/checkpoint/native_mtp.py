@@ -92,6 +92,19 @@ def native_of(target: Target | TargetFacts) -> tuple[TargetFacts, NativeModules]
     return facts, found
 
 
+def why_unread(found: NativeModules) -> str | None:
+    """Why the engine does not draft with these modules, as far as the names tell; None: it does."""
+    family = found.family
+    if family.refused is None and family.most is not None and found.count > family.most:
+        return f"{found.count} modules are found, {family.most} is read"
+    return family.refused or _said_quantised([name for name in found.names if QUANTISED.search(name)])
+
+
+def _said_quantised(names: list[str]) -> str | None:
+    usable = "use a checkpoint whose module is in bfloat16, float16 or float32"
+    return f"it is quantised ({', '.join(names[:3])}, ...); {usable}" if names else None
+
+
 @torch.no_grad()
 def load_native(target: Target, facts: TargetFacts, found: NativeModules) -> DraftCheckpoint:
     """The modules as a head of kind "mtp", on the CPU, in the dtype of the checkpoint.
@@ -101,17 +114,12 @@ def load_native(target: Target, facts: TargetFacts, found: NativeModules) -> Dra
     """
     family, count = found.family, found.count
     what = f"the MTP module of {facts.name} ({family.title})"
-    if family.refused is not None:
-        raise DraftDirError(f"{what} is not read: {family.refused}; decode without it (`draft` none)")
-    if family.most is not None and count > family.most:
-        raise DraftDirError(f"{what}: {count} modules are found, {family.most} is read; decode without (`draft` none)")
-    tensors = read_tensors(facts, found.names)
-    quantised = quantised_names(tensors)
-    if quantised:
-        raise DraftDirError(
-            f"{what} is quantised ({', '.join(quantised[:3])}, ...), which is not read; use a checkpoint whose module "
-            "is in bfloat16, float16 or float32, or decode without it (`draft` none)"
-        )
+    why = why_unread(found)
+    if why is None:
+        tensors = read_tensors(facts, found.names)
+        why = _said_quantised(quantised_names(tensors))
+    if why is not None:
+        raise DraftDirError(f"{what} is not read: {why}; decode without it (`draft` none)")
     for k in range(count):
         _check_repeated(family, tensors, k, target, what)
     try:

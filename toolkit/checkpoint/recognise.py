@@ -77,13 +77,17 @@ def _refuse_others(config: dict[str, Any], names: set[str]) -> None:
             raise _unknown(what)
     if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
         raise _unknown(OTHER_HEADS["peagle"])
-    if "fc.weight" not in names and ("lm_head.weight" in names or "embed_tokens.weight" in names):
-        layers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))}
-        if len(layers) > 1:
-            raise DraftDirError(
-                f"it is a whole language model ({architecture or 'unnamed'}, {len(layers)} layers), no draft head; "
-                "use it as `target`"
-            )
+    if is_whole_model(names):
+        named = architecture or "unnamed"
+        raise DraftDirError(f"it is a whole language model ({named}), no draft head; use it as `target`")
+
+
+def is_whole_model(names: Iterable[str]) -> bool:
+    """Whether tensors are those of a language model of two layers or more: heads join what they read by an `fc`."""
+    plain = {plain_name(name) for name in names}
+    layers = {found[1] for name in plain if (found := re.match(r"layers\.(\d+)\.", name))}
+    has_rows = not plain.isdisjoint({"lm_head.weight", "embed_tokens.weight"})
+    return has_rows and len(layers) > 1 and "fc.weight" not in plain
 
 
 def _eagle3_writer(config: dict[str, Any], names: set[str]) -> str:

@@ -12,7 +12,7 @@ from toolkit.pipeline.launch import set_threads
 HELP = "test a draft head on its target: files, settings, and that decoding with it is lossless"
 PROMPTS, MAX_TOKENS = 16, 32
 RENAMED = {"prompts": "limit", "json": "out"}  # old names of options, refused with the new ones
-ENGINE = ("draft", "target", "revision", "token_map", "quantization", "device")
+ENGINE = ("draft", "target", "revision", "token_map", "quantization", "device", "chat_template")
 DRAFT_HELP = (
     "the head to check: a draft directory, another project's head (a directory or a hub id), or native (the MTP module "
     "in the checkpoint of the target, given by `target`)"

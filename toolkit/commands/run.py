@@ -10,6 +10,7 @@ from pathlib import Path
 from toolkit.pipeline.recipe_stages import run_recipe
 from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run
 from toolkit.recipe import load_recipe, print_config
+from toolkit.train_settings import changed
 
 HELP = "run all stages of a recipe that are not up to date, from prompts to report"
 
@@ -50,13 +51,19 @@ def next_steps(job: Run) -> str:
     lines = ["", *([measured["outcome"]] if measured.get("outcome") else [])]
     lines += [f"report: {job.folder / REPORT_PAGE}", "", "next:"]
     # A file of an earlier version has no recommendation; serve and chat then draft adaptively.
-    chosen, target = measured.get("recommended", "adaptive"), shlex.quote(job.recipe.target.model)
+    chosen, own = measured.get("recommended", "adaptive"), job.recipe.target
+    name = own.model if own.revision is None else f"{own.model}@{own.revision}"
+    given = [(one, getattr(own, one)) for one in changed(own, "dtype", "quantization", "chat_template")]
+    target = shlex.join(["--target", name, *(f"--{one.replace('_', '-')}={value}" for one, value in given)])
     ckpt = shlex.quote(str(job.folder / "ckpt"))
     if chosen is None:
-        more = f"train.epochs={2 * job.recipe.train.epochs} run_dir={shlex.quote(f'{job.recipe.run_dir}-longer')}"
-        lines.append(f"  toolkit bench acceptance --draft ngram --target {target}   # drafts without a head")
-        lines.append(f"  toolkit run {shlex.quote(str(job.recipe_path))} {more}   # longer training")
-        lines.append(f"  toolkit serve --target {target}   # plain decoding")
+        train = job.recipe.train
+        more = {"epochs": 2 * train.epochs} if train.max_steps is None else {"max_steps": 2 * train.max_steps}
+        new = [*(f"train.{name}={value}" for name, value in more.items()), f"run_dir={job.recipe.run_dir}-longer"]
+        kept = [one for one in job.overrides if not one.startswith(tuple(one.partition("=")[0] + "=" for one in new))]
+        lines.append(f"  toolkit bench acceptance --draft ngram {target}   # drafts without a head")
+        lines.append(f"  toolkit run {shlex.join([str(job.recipe_path), *kept, *new])}   # longer training")
+        lines.append(f"  toolkit serve {target}   # plain decoding")
     else:
         shape = "" if chosen == "adaptive" else f" --shape {chosen}"
         lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for
 from toolkit.jsonl import DataError
+from toolkit.targets.chat_templates import REMEDY
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: <|channel|>name<|message|>text
 Message = dict[str, str]
@@ -24,10 +25,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
-        raise ChatTemplateError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} has no usable chat template ({str(error)[:160]}); use an "
-            "instruction-tuned target, or add a chat_template.jinja next to its tokenizer"
-        ) from error
+        raise ChatTemplateError(f"the target has no usable chat template; {REMEDY}") from error
 
 
 def render_text(

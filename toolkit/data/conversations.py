@@ -4,7 +4,8 @@ A row has one of these forms:
     {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}      ShareGPT
     {"messages": [{"role": "user" | "assistant" | "system", "content": ...}, ...]}    OpenAI
     {"turns": ["first user turn", ...]}                                               MT-bench
-    {"prompt": "..."}
+    {"prompt": "..."}                                                                 a user turn
+    {"text": "..."}                                                                   what a base model continues
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,20 @@ from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
+FORMS = ("conversations", "messages", "turns", "prompt", "text")
 # Reading a dataset stops with an error when its first rows, this many, hold no conversation.
 MAX_ROWS_WITHOUT_CONVERSATION = 100
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """An id, unique within one read, and the messages: an optional system message first, at least one user message."""
+    """An id, unique within one read, and the messages: an optional system message first, at least one user message.
+
+    is_text: the message is a plain text to continue."""
 
     id: str
     messages: tuple[Message, ...]
+    is_text: bool = False
 
 
 class Conversations(Sequence[Conversation]):
@@ -50,7 +55,7 @@ class Conversations(Sequence[Conversation]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]  # no slices
-        return Conversation(self.ids[index], self._read(index).messages)
+        return replace(self._read(index), id=self.ids[index])
 
 
 def read_conversations(
@@ -107,15 +112,12 @@ def write_conversations(
 
 
 def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -> Conversation:
-    """Parse one row of any of the four forms. Raises `DataError` that begins with `where`."""
-    form = next((name for name in ("conversations", "messages", "turns", "prompt") if row.get(name) is not None), None)
+    """Parse one row of any of these forms. Raises `DataError` that begins with `where`."""
+    form = next((name for name in FORMS if row.get(name) is not None), None)
     if form is None:
-        raise DataError(
-            f"{where}: keys are {', '.join(map(str, row)) or '(none)'}; "
-            "expected one of conversations, messages, turns or prompt"
-        )
+        raise DataError(f"{where}: keys are {', '.join(map(str, row)) or '(none)'}; expected one of {', '.join(FORMS)}")
     value = row[form]
-    if form == "prompt" and isinstance(value, str):
+    if form in ("prompt", "text") and isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
         raise DataError(f"{where}: {form!r} is a {type(value).__name__}; expected a list")
@@ -126,7 +128,7 @@ def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -
         raise DataError(f"{where}: none of the {len(messages)} messages is a user message; at least one is required")
     if any(message["role"] == "system" for message in messages[1:]):
         raise DataError(f"{where}: a system message follows other messages; it must be the first message")
-    return Conversation(encodable(_id(row, default_id), f"{where}: the id"), messages)
+    return Conversation(encodable(_id(row, default_id), f"{where}: the id"), messages, form == "text")
 
 
 def _message(entry: Any, where: str) -> Message:

@@ -152,8 +152,8 @@ class FeatureStore:
         differs = self.spec.differences(read_json(path))
         if differs:
             raise FeatureStoreError(
-                f"the features in {self.folder} were computed with other settings ({'; '.join(differs)}); delete the "
-                "folder to compute them again"
+                f"the features in {self.folder} were computed with other settings ({'; '.join(differs)}); move the "
+                "folder away to compute them again"
             )
         known = {place.shard for place in self._places.values()}
         for shard in sorted(self.folder.glob(SHARDS)):
@@ -201,8 +201,8 @@ class FeatureStore:
         """Return the columns of a layer's input. Raises `FeatureStoreError` when the layer is not stored."""
         if layer_id not in self.spec.layer_ids:
             raise FeatureStoreError(
-                f"{self.folder} holds layers {list(self.spec.layer_ids)}, but layer {layer_id} is needed; delete the "
-                "folder to compute them again"
+                f"{self.folder} holds layers {list(self.spec.layer_ids)}, but layer {layer_id} is needed; move the "
+                "folder away to compute them again"
             )
         at = self.spec.layer_ids.index(layer_id) * self.spec.hidden_size
         return slice(at, at + self.spec.hidden_size)

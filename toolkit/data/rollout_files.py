@@ -18,7 +18,7 @@ from toolkit.weights import atomic_write, read_json, write_json
 
 logger = get_logger(__name__)
 
-REMEDY = "delete the file or write to another one"
+REMEDY = "write to another file, or move this one away"
 
 
 @dataclass(frozen=True)

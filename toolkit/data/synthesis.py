@@ -27,6 +27,7 @@ from toolkit.data.rollout_files import drop_unanswered
 from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import PromptSettings
+from toolkit.targets.chat_templates import is_plain
 from toolkit.weights import sha256_json, write_json
 
 logger = get_logger(__name__)
@@ -55,6 +56,8 @@ def user_turn_prefix_ids(tokenizer: PreTrainedTokenizerBase, system: str = "") -
             "remove prompts.systems, or use a target whose template has a system turn"
         )
     ids = encode(tokenizer, before) if found else []
+    if not ids and is_plain(tokenizer) and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]  # it ended the text before, as texts were joined in training
     if not ids:
         raise ChatTemplateError(
             f"the chat template renders a user message as {text[:80]!r}: no text before the content can prompt the "
@@ -140,7 +143,8 @@ class _Judge:
             self.judged += 1
 
     def _verdict(self, result: GenerationResult) -> tuple[str, str | None]:
-        if result.finish_reason != "stop":
+        whole = "length" if is_plain(self.tokenizer) else "stop"  # the beginning of a plain text is a prompt, too
+        if result.finish_reason not in ("stop", whole):
             return "", "unfinished" if result.finish_reason == "length" else result.finish_reason
         ids = written_ids(result)
         if not self.specials.isdisjoint(ids):
@@ -182,7 +186,7 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
         if row.get("settings") != mark:
             raise DataError(
                 f"{path}:{number}: written with other settings (target, template, system prompts, seed or sampling); "
-                "delete the file or write the prompts to another folder"
+                "write the prompts to another folder, or move the file away"
             )
         ended[row["attempt"]] = GenerationResult(
             row["output_ids"], row["finish_reason"], row["draft"], server=row.get("server")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.server_pool import ServerPool
@@ -16,6 +17,7 @@ from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import PROMPTS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
+from toolkit.targets.chat_templates import has_chat_template
 from toolkit.targets.served_target import ServedTarget
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
@@ -31,12 +33,18 @@ def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed:
 
     What the target wrote before a kill is kept beside `out` (attempts.jsonl) and used again. Returns a headline.
     Memory: what `read_conversations` says, some 100 bytes a prompt, and all of what the target writes itself.
-    Raises `PipelineError` when a prompt of the sources has the id of a synthesised one.
+    Raises `ChatTemplateError` without a template, `PipelineError` for plain texts with one and for ids used twice.
     """
+    template_text(target.tokenizer)  # rollouts need one: its absence is told before prompts are read
     parts = []
     provenance: dict[str, dict[str, object]] = {}
     if settings.sources:
         parts.append(read_conversations(settings.sources, settings.limit, seed))
+        if parts[0][0].is_text and has_chat_template(target.tokenizer):
+            raise PipelineError(
+                "prompts.sources has plain texts, for base models to continue, and this target has a chat template; "
+                "give chats, or set target.chat_template=none"
+            )
         provenance = dict.fromkeys(parts[0].ids, {"method": "sources", "sources": list(settings.sources)})
     if settings.synthesize:
         own = out.with_name(f"{out.stem}_synthesised.jsonl") if settings.sources else out

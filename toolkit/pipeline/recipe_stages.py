@@ -135,14 +135,16 @@ def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = Tr
     files = {name: run.folder / name for name in made}
     # Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error.
     files.update({name: Path(name) for name in own if not name.startswith("hub:") and not Path(name).is_dir()})
-    return {**files, **local_files(run.recipe.target.model, "target", _TARGET_FILES)} if target_too else files
+    target = run.recipe.target
+    template = local_files(target.chat_template, "template", ())
+    return {**files, **local_files(target.model, "target", _TARGET_FILES), **template} if target_too else files
 
 
 def local_files(name: str | None, what: str, patterns: Sequence[str]) -> dict[str, Path]:
     """Files of a model on this disk, so that a retrained one counts as another; none for hub and demo names."""
     path = None if name is None else Path(name).expanduser()
     if path is not None and path.is_file():
-        return {path.name: path}
+        return {one.name: one for one in (path, path.with_suffix(".jinja")) if one.is_file()}
     if path is None or not path.is_dir():
         return {}
     found = {file.name: file for pattern in patterns for file in sorted(path.glob(pattern))}

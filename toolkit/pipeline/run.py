@@ -73,7 +73,9 @@ class Run:
         self.check_bench()
         self.check_processes()
         chosen = self.recipe.target
-        target = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model)
+        target = served_target(
+            chosen.model, chosen.revision, rollouts.server, rollouts.server_model, chosen.chat_template
+        )
         check_head_fits(target.facts, self.recipe.train)
         return target
 

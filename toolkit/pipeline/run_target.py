@@ -24,6 +24,7 @@ def load_packed(chosen: TargetSettings, use: Use) -> Target:
         revision=chosen.revision,
         device=best_device(),
         quantization=chosen.quantization,
+        chat_template=chosen.chat_template,
         use=use,
     )
     pack(target)

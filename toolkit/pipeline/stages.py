@@ -196,6 +196,14 @@ def _work(run_dir: Path, stage: Stage, look: _Look, label: str, say: Callable[[s
     return Outcome(stage.name, True, manifest.seconds, headline)
 
 
+def record_done(run_dir: Path, stage: Stage, headline: str, seconds: float) -> None:
+    """Write the manifest of a stage whose work another command has done: the next run skips it."""
+    manifest = Manifest(stage.name, "done", dict(stage.settings), _look(run_dir, stage).marks, headline=headline)
+    manifest.started = manifest.finished = _now()
+    manifest.seconds, manifest.versions = seconds, _versions()
+    manifest.write(_manifest_path(run_dir, stage))
+
+
 def _versions() -> dict[str, Any]:
     from toolkit.bench.records import git_commit, versions  # loads torch; a run that is up to date does without
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from toolkit.pipeline.launch import run_training, set_threads, training_line, training_processes
 from toolkit.pipeline.run import CKPT_CONFIG, Run
 from toolkit.pipeline.stages import PipelineError, say
@@ -21,8 +23,14 @@ def train_stage(run: Run) -> str:
     say(f"      {processes} process(es), {threads} threads each")
     status = run_training(line)
     if status:
-        raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)
-    block = read_json(run.folder / CKPT_CONFIG)["toolkit"]
+        kept = f"; states in {states} are kept" if any((states := run.folder / "train").glob("state-*")) else ""
+        raise PipelineError(f"training ended with status {status}; its message is above{kept}", status)
+    return training_headline(run.folder)
+
+
+def training_headline(folder: Path) -> str:
+    """What the draft directory of a finished training says of it."""
+    block = read_json(folder / CKPT_CONFIG)["toolkit"]
     training, before = block.get("training", {}), block.get("init", {}).get("accept_length_before")
     forecast, real = training.get("forecast_accept_length"), training.get("real_accept_length")
     best = "" if forecast is None else f", forecast accept_length {forecast:.2f} on held-out rollouts"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import exit_status
-from toolkit.pipeline.launch import check_packages
+from toolkit.pipeline.launch import STAGES_DONE, check_packages
 from toolkit.pipeline.prerequisites import bring_up_to_date
-from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
+from toolkit.pipeline.stages import record_done
+from toolkit.pipeline.train import training_headline
 from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
 from toolkit.recipe_fields import HeadName
 
@@ -44,5 +48,10 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     # before the exit: DeepSpeed keeps the group for the next training of the process.
     atexit.register(end_process_group)
     with lost_process_named(run_dir / "train"):  # also before the first step and after the last
+        begin = time.monotonic()
         Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train").run()
+    by_hand = os.environ.get(STAGES_DONE) != "1" and os.environ.get("RANK", "0") == "0"
+    if by_hand and (recipe.prompts.sources or recipe.prompts.synthesize):
+        stage = next(one for one in recipe_stages(Run(recipe, Path(path), overrides)) if one.name == "train")
+        record_done(run_dir, stage, training_headline(run_dir), time.monotonic() - begin)
     return 0

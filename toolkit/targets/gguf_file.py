@@ -68,7 +68,7 @@ def convert(path: Path, into: Path) -> None:
         raise TargetError(f"{path} is one of {header['split.count']} parts; join them by llama-gguf-split --merge")
     dtype = torch.float32 if header.get("general.file_type") in EXACT_FILE_TYPES else torch.bfloat16
     log.info(
-        "converting %s (%.0f MB) to %s safetensors, once; this takes a few seconds per 100 MB",
+        "converting %s (%.0f MB) to %s safetensors, once; this takes seconds to minutes, by size and vocabulary",
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     if architecture == ARCHITECTURE:

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.log import get_logger
 from toolkit.targets import mimo  # noqa: F401 (registers its family with transformers)
+from toolkit.targets.chat_templates import choose_template
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.gguf_file import converted_gguf, without_progress_bars
 from toolkit.targets.mtp_names import is_mtp_name
@@ -50,13 +51,15 @@ def load_target(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     revision: str | None = None,
+    chat_template: str | None = None,
     auto_dtype: Callable[[PretrainedConfig], torch.dtype] = stated_dtype,
 ) -> Target:
     """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
 
     dtype: "bfloat16", "float16", "float32", or "auto", which calls auto_dtype. revision: of a hub id. The revision of
     the demo and of GGUF files is the file's hash; if given, it must match. The name of a local target is its absolute
-    path, so that it does not depend on the working directory. Raises `TargetError`.
+    path, so that it does not depend on the working directory. chat_template: see `choose_template`. Raises
+    `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype is {dtype!r}; expected one of auto, {', '.join(DTYPES)}")
@@ -64,12 +67,15 @@ def load_target(
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
+    template = choose_template(tokenizer, chat_template, name)
     wanted = DTYPES.get(dtype) or auto_dtype(config)
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
-    target = Target(model=model, tokenizer=tokenizer, name=full_name(name), revision=resolved, dtype=wanted)
+    target = Target(
+        model=model, tokenizer=tokenizer, name=full_name(name), revision=resolved, dtype=wanted, template=template
+    )
     _check_logits(target)
     return target
 
@@ -83,10 +89,14 @@ def load_config(name: str | Path, revision: str | None = None) -> tuple[Pretrain
     return _load_config(source, resolved), source, resolved
 
 
-def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | Path, revision: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a target; takes the same names as `load_target`. Raises `TargetError`."""
     source, resolved = _locate(*split_revision(str(name), revision))
-    return _load_tokenizer(source, resolved)
+    tokenizer = _load_tokenizer(source, resolved)
+    choose_template(tokenizer, chat_template, str(name))
+    return tokenizer
 
 
 def load_weights(target: Target, name: str | Path, revision: str | None = None) -> dict[str, torch.Tensor]:

@@ -31,11 +31,15 @@ class ServedTarget:
 
 
 def served_target(
-    name: str, revision: str | None, servers: tuple[str, ...], served_model: str | None = None
+    name: str,
+    revision: str | None,
+    servers: tuple[str, ...],
+    served_model: str | None = None,
+    chat_template: str | None = None,
 ) -> ServedTarget:
     """Read a target's configuration and tokenizer; takes the same names as `load_target`. Raises `TargetError`."""
     name, revision = split_revision(name, revision)
-    facts, tokenizer = target_facts(name, revision), load_tokenizer(name, revision)
+    facts, tokenizer = target_facts(name, revision), load_tokenizer(name, revision, chat_template)
     try:
         generation = GenerationConfig.from_pretrained(facts.source, revision=facts.revision or "main")
     except OSError:  # it has none

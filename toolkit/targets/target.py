@@ -28,7 +28,7 @@ FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "fina
 class Target:
     """A frozen causal LM with its tokenizer, from `load_target` or from a model in memory.
 
-    tanh: of the logits' soft cap.
+    tanh: of the logits' soft cap. template: the chat template that the user chose; None: its own.
 
     Raises `TargetError` when the model is not a decoder stack with token embeddings, a final norm and a linear output
     embedding, or when the tokenizer has ids without an embedding row.
@@ -41,6 +41,7 @@ class Target:
     dtype: torch.dtype = None  # type: ignore[assignment]  # None: that of the weights
     quantization: str | None = None
     tanh: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+    template: str | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()

@@ -71,9 +71,14 @@ def repaired(
     With `counts` [V] the map keeps its size D: the most frequent other ids replace those that were dropped, and the
     least frequent of `ids` make room for forced ones. Without counts it becomes smaller by the ids that are dropped.
     Forced ids are then added to an ascending list; in a list of another order, which is a ranking by frequency, they
-    replace the last ids. Raises `TokenMapError` when nothing is left.
+    replace the last ids. Raises `TokenMapError` when half of the list or more is outside the vocabulary.
     """
     valid = ids[(ids >= 0) & (ids < vocab_size)].tolist()
+    if 2 * len(valid) <= ids.numel():
+        raise TokenMapError(
+            f"only {len(valid)} of the list's {ids.numel()} ids are in the vocabulary [0, {vocab_size}): it is of "
+            "another tokenizer, whose ids mean other texts here; build a map for this target from texts"
+        )
     kept = list(dict.fromkeys([*sorted(set(forced_ids)), *valid]))
     forced = len(set(forced_ids))
     if counts is not None:

@@ -30,7 +30,7 @@ class TokenMap:
         ids = _checked(self.ids, self.vocab_size).clone()
         if (ids[1:] < ids[:-1]).any():
             raise TokenMapError(
-                "token map ids are unsorted; expected ascending ids: use TokenMap.from_ids, which sorts them"
+                "token map ids are not ascending, so draft ids stand for other tokens; write the map or head again"
             )
         object.__setattr__(self, "ids", ids)
 

@@ -51,6 +51,7 @@ def _load(recipe: Recipe, device: str, place: str) -> Target:
         revision=settings.revision,
         device=place,
         quantization=settings.quantization,
+        chat_template=settings.chat_template,
         use="training",
         runs_on=device,
     )

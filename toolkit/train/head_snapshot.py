@@ -75,6 +75,7 @@ def describe_target(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "template_sha256": target.template_sha256,
+        **({} if target.template is None else {"chat_template": target.template}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.quantization,
     }

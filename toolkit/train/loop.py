@@ -157,13 +157,13 @@ class Trainer:
         """Train to the last step and return the draft directory. Resumes from the newest state in the run folder.
 
         Raises `TrainError` when another process trains in the same folder, `ResumeError` when the newest state was
-        written with other settings or by another number of processes.
+        written with other settings or cannot be converted to these processes.
         """
         with sole_trainer(self.directory) if self.accelerator.is_main_process else nullcontext():
             return self._run()
 
     def _run(self) -> Path:
-        position = restore_state(self.accelerator, self.directory, self.fingerprint)
+        position = restore_state(self.accelerator, self.model, self.directory, self.fingerprint, self._is_finished)
         self.metrics.rewind(position.step, position.rollouts_of_step)
         main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
         if main and processes > self.settings.data.global_batch:
@@ -191,13 +191,16 @@ class Trainer:
 
     def _train(self, position: Position, bar: Progress | None) -> Position:
         batches = self._batches(position)
-        while position.step < self.steps and not has_stopped(position, self.settings):
+        while not self._is_finished(position):
             if position.step != position.rollouts_of_step and due(position.step, self.settings.on_policy.every):
                 position = self._switch_to_fresh(position)
                 batches = self._batches(position)
             with self._limited():
                 position = self._advance(position, *next(batches), bar)
         return position
+
+    def _is_finished(self, position: Position) -> bool:
+        return position.step >= self.steps or has_stopped(position, self.settings)
 
     def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
         """(epoch, index, example indices) from `position` on, of the stored rollouts or the fresh ones it names."""

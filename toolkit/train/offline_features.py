@@ -164,6 +164,6 @@ def check_stored_features(store: FeatureStore, target: Target, text: list[int]) 
     if not difference <= allowed:
         raise FeatureStoreError(
             f"the features in {store.folder} were not computed with the current weights of {target.name}: the last "
-            f"hidden states of one text differ by {difference:.2g} of their norm (allowed: {allowed:g}); delete the "
-            "folder to compute the features again"
+            f"hidden states of one text differ by {difference:.2g} of their norm (allowed: {allowed:g}); move the "
+            "folder away to compute the features again"
         )

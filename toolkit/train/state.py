@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from toolkit.errors import ResumeError, TrainError
 from toolkit.log import get_logger
+from toolkit.train.convert_state import converted_state, is_of_other_layout
 from toolkit.weights import read_json, write_json
 
 log = get_logger(__name__)
@@ -53,7 +55,11 @@ def save_state(accelerator: Accelerator, directory: Path, position: Position, ke
     if accelerator.is_main_process:
         shutil.rmtree(part, ignore_errors=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(part))
+    try:
+        accelerator.save_state(str(part))
+    except BaseException:  # a full disk: nothing reads an incomplete state
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(part / POSITION_FILE, asdict(position))
@@ -101,10 +107,14 @@ def stored_states(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("state-")))
 
 
-def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -> Position:
+def restore_state(
+    accelerator: Accelerator, engine: Any, directory: Path, fingerprint: str, is_finished: Callable[[Position], bool]
+) -> Position:
     """Load the newest state into the prepared objects and return its position; a new `Position` without a state.
 
-    Raises `ResumeError` when the state was written with other settings or by another number of processes.
+    engine: the DeepSpeed engine of the head. A finished training is not loaded: its best head is in a file. A state of
+    another number of processes is converted. All processes must call this.
+    Raises `ResumeError` when the state was written with other settings, or cannot be converted.
     """
     states = stored_states(directory)
     if not states:
@@ -113,18 +123,19 @@ def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -
     position = Position(**read_json(newest / POSITION_FILE))
     if position.fingerprint != fingerprint:
         raise ResumeError(
-            f"{newest} was written with other settings or data; choose another run_dir, or delete {directory} to start "
-            "over"
+            f"{newest} was written with other settings or data; choose another run_dir, or use the settings of before"
         )
-    if position.processes != accelerator.num_processes:
-        raise ResumeError(
-            f"{newest} was written by {position.processes} processes, but {accelerator.num_processes} are running, and "
-            f"a ZeRO state is sharded by process; launch {position.processes} processes, or delete {directory} to "
-            "start over"
-        )
-    accelerator.load_state(str(newest))
+    if is_finished(position):
+        return position
+    converted = newest
+    if is_of_other_layout(accelerator, engine, newest, position.processes):
+        converted = converted_state(accelerator, engine, newest, position.processes)
+    accelerator.load_state(str(converted))
     # States are saved between optimizer steps. accelerate would continue its count of micro-batches from the state;
     # with another micro_batch its optimizer steps would then fall inside our global batches.
     accelerator.step = 0
+    accelerator.wait_for_everyone()
+    if converted != newest and accelerator.is_main_process:
+        shutil.rmtree(converted)
     log.info("resumed from %s", newest)
     return position

@@ -18,8 +18,11 @@ from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.chat_templates import is_plain
+from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.train.head_snapshot import describe_target
 
 
 def write_ids(tmp_path, ids):
@@ -132,3 +135,15 @@ def test_ngram_needs_a_target(tiny_target_directory):
     assert opened.draft.kind == "ngram" and opened.shape == DraftShape.chain(4)
     assert opened.engine.generate([[5, 6, 5, 6, 5]], SamplingParams(max_tokens=8))[0].speculative
     opened.engine.close()
+
+
+def test_the_template_of_the_training_is_served(tiny_draft, tiny_target_directory, tmp_path):
+    """A head trained on plain texts would be served, measured and checked with chats of the target's own template."""
+    meta = {"target": describe_target(load_target(tiny_target_directory, chat_template="none"))}
+    head = save_draft(
+        tmp_path / "head", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta
+    )
+    for chosen, plain in ((None, True), ("chatml", False)):
+        loaded = load_engine(EngineConfig(draft=str(head), chat_template=chosen))
+        assert is_plain(loaded.target.tokenizer) == plain
+        loaded.engine.close()

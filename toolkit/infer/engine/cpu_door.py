@@ -60,11 +60,13 @@ def load_target(
     quantization: str | None = None,
     use: Use = "serving",
     runs_on: str | torch.device | None = None,
+    chat_template: str | None = None,
 ) -> Target:
     """Load a target with `targets.load.load_target`, quantise it, and choose the fastest dtype for its use.
 
     quantization: "int8" or "int4" stores the linear layers in one byte or half a byte per weight (CPU). The quantised
-    model is the target. runs_on: the device that the target will be moved to, for which the dtype is chosen; None:
+    model is the target. chat_template: see `choose_template`.
+    runs_on: the device that the target will be moved to, for which the dtype is chosen; None:
     `device`.
 
     dtype "auto" is bfloat16 if the config says so, on a GPU also if it says float16, else float32. On a CPU it also
@@ -83,7 +85,8 @@ def load_target(
             "number, bfloat16, or a GPU"
         )
     auto = partial(_auto_dtype, kind, use, quantization)
-    target = load.load_target(name, dtype=dtype, device=device, revision=revision, auto_dtype=auto)
+    options = {"dtype": dtype, "device": device, "revision": revision, "chat_template": chat_template}
+    target = load.load_target(name, auto_dtype=auto, **options)  # type: ignore[arg-type]
     if quantization is None:
         return target
     quantize_model(target.model, quantization, target.dtype, str(name))

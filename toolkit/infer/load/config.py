@@ -42,6 +42,12 @@ class EngineConfig:
         metavar="DIR",
     )
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
+    chat_template: str | None = option(
+        None,
+        "chat template in place of the target's own: a file of a Jinja template, chatml, or none: plain text for a "
+        "base model (default: the one that the draft was trained with, else the target's)",
+        metavar="FILE",
+    )
     shape: str | None = option(
         None,
         "draft shape of a step: levels, branches, verified nodes with the root; 4,1,5 is a chain of 4 drafted tokens, "

@@ -39,11 +39,12 @@ def load_draft(name: str | Path, target: str | None = None, revision: str | None
 
 @dataclass(frozen=True)
 class TargetSource:
-    """The arguments of load_target. quantization None: keep the weights' own format."""
+    """The arguments of load_target. None: keep the weights' own format, the target's own chat template."""
 
     name: str
     revision: str | None
     quantization: str | None
+    chat_template: str | None = None
 
 
 def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
@@ -54,10 +55,11 @@ def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
         assert isinstance(draft, DraftCheckpoint), "config.check() lets only a head go without a target"
         name, revision = stated_target(draft)
     quantization = None if config.quantization == "none" else config.quantization
+    stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
+    stated = stated if isinstance(stated, dict) else {}
     if quantization == "auto":
-        stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
-        quantization = stated.get("quantization") if isinstance(stated, dict) else None
-    return TargetSource(name, revision, quantization)
+        quantization = stated.get("quantization")
+    return TargetSource(name, revision, quantization, config.chat_template or stated.get("chat_template"))
 
 
 def find_module(config: EngineConfig, source: TargetSource) -> tuple[TargetFacts, NativeModules] | None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -205,9 +206,12 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
         load = load_target
     else:
         load, device = partial(load_sharded_target, ranks), ranks.place(device, quantization=source.quantization)
-    target = load(
-        source.name, revision=source.revision, quantization=source.quantization, dtype=config.dtype, device=device
-    )
+    asked: Any = {
+        "revision": source.revision,
+        "quantization": source.quantization,
+        "chat_template": source.chat_template,
+    }
+    target = load(source.name, dtype=config.dtype, device=device, **asked)
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:

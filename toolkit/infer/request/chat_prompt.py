@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for, read_message, short
 from toolkit.jsonl import DataError
+from toolkit.targets.chat_templates import has_chat_template
 
 
 class ChatPromptError(ValueError):
@@ -23,9 +24,10 @@ class NoChatTemplateError(ChatPromptError):
 
 def require_chat_template(tokenizer: Any) -> None:
     """Raise NoChatTemplateError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
+    if not has_chat_template(tokenizer):
         raise NoChatTemplateError(
-            "the target's tokenizer has no chat template; choose an instruction-tuned target, or give raw prompts"
+            "the target has no chat template; give plain texts (/v1/completions), or set `chat_template` to chatml or "
+            "a file"
         )
 
 

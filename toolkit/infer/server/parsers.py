@@ -19,6 +19,7 @@ from toolkit.infer.server.tool_calls import JsonCalls
 from toolkit.infer.server.tool_calls_pythonic import PythonicCalls
 from toolkit.infer.server.tool_calls_tags import FORMATS as TAG_FORMATS
 from toolkit.infer.server.tool_calls_tags import TagCalls
+from toolkit.targets.chat_templates import has_chat_template
 
 HARMONY = "gpt-oss"
 PYTHONIC = "pythonic"
@@ -99,7 +100,7 @@ def _call_parser(family: str, schemas: Mapping[str, Any]) -> Parser:
 
 def template_text(tokenizer: Any, tools: bool = True) -> str:
     """The chat template for requests with tools; "" if there is none."""
-    if not tokenizer.chat_template:
+    if not has_chat_template(tokenizer):
         return ""
     return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
 
