@@ -427,23 +427,6 @@ def bit_sources(record: Record) -> str:
     )
 
 
-def checked_heads(record: Record) -> str:
-    """A head and its spoilt copies, and the checks that fail."""
-    header = ("head", "exit status", "what fails", "s")
-    return table(
-        header,
-        (
-            (
-                row["head"],
-                str(row["exit_status"]),
-                "; ".join(f"{name}: {says}" for name, says in row["failed"].items()) or "nothing",
-                decimal(row["seconds"], 0),
-            )
-            for row in record["rows"]
-        ),
-    )
-
-
 def few_tokens(record: Record) -> str:
     """Rows over all seeds: each recipe at its best rate and warm-up. Below, all tries of the first seed."""
     header = (

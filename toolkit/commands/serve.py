@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.load_engine import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.request_params import DefaultSampling, default_temperature
+    from toolkit.infer.server.request_params import DefaultSampling
 
     if not 0 <= args.log_interval < math.inf:
         raise ServerSettingsError(
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check and (status := check_first(args)):
             logger.error("the server does not start, as `toolkit check` failed")
             return status
-        loaded = load_from(args, default_temperature)
+        loaded = load_from(args)
         defaults = DefaultSampling.of(loaded.target)
         served = Served(
             model_name=args.served_model_name or short_name(loaded.target.name),
