@@ -11,7 +11,7 @@ from tables import table
 
 from toolkit.bench.bootstrap import LEAST_GROUPS
 from toolkit.bench.rows import shape_text
-from toolkit.bench.table import NONE, decimal, mode_name, speedup_text
+from toolkit.bench.table import NONE, decimal, shape_name, speedup_text
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -611,7 +611,7 @@ def shape(row: Row) -> str:
         return str(row["shape"])
     most, kind = f"`{shape_text(row)}`", row.get("shape", "chain" if row["top_k"] == 1 else "tree")
     if kind == "adaptive":
-        return f"{mode_name(row)}, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
+        return f"{shape_name(row)}, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
     return f"{kind} {most}"
 
 

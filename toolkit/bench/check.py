@@ -10,14 +10,14 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
 from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.sampled_distribution import Continuations, drawn_test, most_even_distribution
@@ -201,7 +201,8 @@ def open_checked(config: EngineConfig) -> CheckedHead:
     assert isinstance(draft, DraftCheckpoint), "a head is checked"
     if config.token_map is not None:
         draft = with_token_map(draft, target, config.token_map)
-        draft = replace(draft, meta={**draft.meta, "token_map_sha256": None})  # this map is the user's choice
+        # This map is the user's choice, and nothing was measured with it.
+        draft = replace(draft, meta={**draft.meta, "token_map_sha256": None, "measured": None})
     draft.head.cast(target.device, target.dtype)
     state = {name: value.cpu().contiguous() for name, value in draft.head.state_dict().items()}
     tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for name, value in state.items()}
@@ -326,18 +327,18 @@ def rope_check(head: CheckedHead) -> Finding:
 
 
 def token_map_check(head: CheckedHead) -> Finding:
-    """The map is the one of the training by its hash. Without a hash, coverage finds random ids only: the map of
-    another tokenizer of the same size covered 0.89 of the demo target's tokens, its own 0.93."""
+    """The map is that of the training or measurement by its hash. Without a hash, coverage finds random ids only: the
+    map of another tokenizer of the same size covered 0.89 of the demo target's tokens, its own 0.93."""
     token_map, target, meta = head.draft.token_map, head.target, head.draft.meta
     if not head.draft.head.config.own_vocabulary and token_map.size == token_map.vocab_size:
         return Finding(
             SKIPPED, f"the head has none: it drafts all {token_map.size:,} ids by the target's output matrix"
         )
-    recorded = meta.get("token_map_sha256")
+    recorded = meta.get("token_map_sha256") or (head.measured or {}).get("settings", {}).get("token map")
     if token_map.vocab_size != target.vocab_size:
         return Finding(FAILED, f"is over {token_map.vocab_size:,} ids, the target has {target.vocab_size:,}")
     if recorded not in (None, token_map.sha256):
-        return Finding(FAILED, f"is {token_map.sha256[:12]}, and the head was trained with {recorded[:12]} (sha256)")
+        return Finding(FAILED, f"is {token_map.sha256[:12]}, and the head was made with {recorded[:12]} (sha256)")
     if not token_map.t2d[sorted(target.stop_ids)].any():
         return Finding(FAILED, f"holds none of the ids that end an answer ({sorted(target.stop_ids)})")
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
@@ -359,21 +360,20 @@ def token_map_check(head: CheckedHead) -> Finding:
 
 
 def greedy_check(head: CheckedHead) -> Finding:
-    """Speculative decoding writes plain decoding's tokens: the chain in a batch, then mixed with the tree and plain
-    rows, and some prompts alone."""
+    """Speculative decoding writes plain decoding's tokens: the chain in a batch, half of the prompts in a batch of
+    trees, chains and plain rows, and some alone."""
     every, shapes = range(len(head.prompts)), [one for one in (head.chain, head.tree) if one is not None]
-    mixed = list(zip(every, cycle((*reversed(shapes), None))))
-    alone = list(zip(every[::4], cycle(shapes)))
+    mixed = list(zip(every[::2], cycle((*reversed(shapes), None))))
+    alone = list(zip(every[::8], cycle(shapes)))
     asked = [(at, head.chain) for at in every] + mixed + alone
     requests = [*head.drafted, *head.decode(mixed, len(mixed)), *head.decode(alone, 1)]
     names = " and ".join(one.name for one in shapes) + ("" if head.tree else " (target or head take no tree)")
     wrong, ties = [], 0
     for (at, shape), request in zip(asked, requests, strict=True):
-        ids = head.prompts[at]
         found = find_divergence(
             head.plain[at],
             request.output_ids,
-            lambda written, ids=ids: plain_logits(head.target, [*ids, *written]),
+            partial(_logits_after, head.target, head.prompts[at]),
             head.target.dtype,
         )
         if found is None or found.near_tie:
@@ -402,6 +402,10 @@ def sampling_check(head: CheckedHead, verify: str) -> Finding:
     tree = verify == "target" and head.tree is not None
     right, says, numbers = drawn_test(head.target, head.draft, head.continuations, verify, tree=tree)
     return Finding(OK if right else FAILED, says, numbers)
+
+
+def _logits_after(target: Target, prompt: Sequence[int], written: Sequence[int]) -> torch.Tensor:
+    return plain_logits(target, [*prompt, *written])
 
 
 def acceptance_check(head: CheckedHead, failed: Sequence[str]) -> Finding:
@@ -456,30 +460,36 @@ def _shown(value: Any) -> str:
 
 def _without_reference(head: CheckedHead, failed: Sequence[str]) -> Finding:
     """Whether the head accepts anything, and no more with its auxiliary layer ids moved by one: projects count layers
-    by their inputs or outputs. The 95 % intervals of both must lie apart."""
+    by their inputs or outputs. The 95 % interval of the gain, paired by prompt, must lie above 0."""
     ids = head.draft.head.config.features.aux_layer_ids or ()
-    best, rows = None, []
-    for shift in (0, -1, 1) if ids else (0,):
-        moved = tuple(one + shift for one in ids)
-        if failed and shift or moved and not 0 <= moved[0] <= moved[-1] <= head.target.n_layers:
+    counts = [_counts(one) for one in head.drafted]
+    rows: list[tuple[float, tuple[int, ...]]] = [(_length(counts), ids)]
+    for moved in () if failed or not ids else (tuple(one + shift for one in ids) for shift in (-1, 1)):
+        if not 0 <= moved[0] <= moved[-1] <= head.target.n_layers:
             continue
-        counts = [_counts(one) for one in (head.chains(_with_layers(head.draft, moved)) if shift else head.drafted)]
-        low, high = ratio_interval([a + b for a, b in counts], [steps for steps, _ in counts]) or (1.0, float("inf"))
-        rows.append({"ids": list(moved), "accept_length": _length(counts), "interval": [low, high]})
-        if shift and low > rows[0]["interval"][1] and rows[-1]["accept_length"] >= LEAST_LENGTH:
-            best = rows[-1]
-    own = rows[0]["accept_length"]
+        others = [_counts(one) for one in head.chains(_with_layers(head.draft, moved))]
+        units = [(*one, *other) for one, other in zip(counts, others, strict=True) if one[0] and other[0]]
+        if _gain_is_sure(units) and _length(others) >= LEAST_LENGTH:
+            rows.append((_length(others), moved))
+    (own, _), (length, best) = rows[0], max(rows)
     says = f"{head.chain.name}: accept_length {own:.2f}"
-    numbers = {"shape": head.chain.as_text(), "accept_length": own, "rows": rows}
+    numbers = {"shape": head.chain.as_text(), "accept_length": own}
     if failed:
         return Finding(SKIPPED, f"{says}; nothing more is asked, as {failed[0]} failed", numbers)
-    if best is not None:
-        wrong = f"{best['accept_length']:.2f} with the layers {best['ids']} in place of its aux_layer_ids {list(ids)}"
+    if best != ids:
+        wrong = f"{length:.2f} with the layers {list(best)} in place of its aux_layer_ids {list(ids)}"
         return Finding(FAILED, f"{says}, {wrong}: they are counted otherwise", numbers)
     if own < LEAST_LENGTH:
         cause = "it is not trained, damaged or made for another target"
         return Finding(FAILED, f"{says}: the head accepts next to nothing ({cause}; nothing tells which)", numbers)
     return Finding(SKIPPED, f"{says}; not compared: no run has measured this head (`toolkit run`)", numbers)
+
+
+def _gain_is_sure(units: Sequence[tuple[int, ...]]) -> bool:
+    """Units: verify steps and accepted drafts of a prompt, before and after."""
+    if len(units) < LEAST_GROUPS:
+        return False
+    return resampled_interval(units, lambda a, b, c, d: d / c - b / a)[0] > 0
 
 
 def _with_layers(draft: DraftCheckpoint, ids: tuple[int, ...]) -> DraftCheckpoint:

@@ -56,7 +56,10 @@ def next_steps(job: Run) -> str:
         more = f"train.epochs={2 * job.recipe.train.epochs} run_dir={shlex.quote(f'{job.recipe.run_dir}-longer')}"
         lines.append(f"  toolkit bench acceptance --draft ngram --target {target}   # drafts without a head")
         lines.append(f"  toolkit run {shlex.quote(str(job.recipe_path))} {more}   # longer training")
-        lines.append(f"  toolkit serve --target {target}   # plain decoding")
+        rows = [row for row in measured.get("rows", ()) if row["shape"] == "adaptive" and row.get("lookup")]
+        pays = any(round(row["speedup"] or 0, 2) > 1 for row in rows)
+        how = "--draft ngram --target {target}   # lookup alone" if pays else "--target {target}   # plain decoding"
+        lines.append(f"  toolkit serve {how.format(target=target)}")
     else:
         shape = "" if chosen == "adaptive" else f" --shape {chosen}"
         lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]

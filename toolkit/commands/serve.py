@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_first(args: argparse.Namespace) -> int:
-    """Run `toolkit check` in a process of its own, whose memory is free afterwards. Returns its status.
+    """Run `toolkit check --quick` in a process of its own, whose memory is free afterwards. Returns its status.
 
     A server without a head has nothing to check: 0."""
     draft = served_head(engine_config(args))
@@ -144,7 +144,7 @@ def check_first(args: argparse.Namespace) -> int:
         return 0
     given = [("draft", draft), *((name, getattr(args, name)) for name in CHECKED if hasattr(args, name))]
     options = [word for name, value in given for word in (flag_of(name), str(value))]
-    return subprocess.run([sys.executable, "-m", "toolkit", "check", *options]).returncode
+    return subprocess.run([sys.executable, "-m", "toolkit", "check", "--quick", *options]).returncode
 
 
 def served_head(config: EngineConfig) -> str | None:

@@ -13,7 +13,7 @@ from toolkit.bench.acceptance import ONE_BY_ONE, adaptive_limit, check_forced, m
 from toolkit.bench.check import open_checked
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
-from toolkit.bench.rows import headline_row, is_slower
+from toolkit.bench.rows import headline_row, is_slower, lookup_row
 from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import (
     count_of,
@@ -23,6 +23,7 @@ from toolkit.bench.table import (
     print_definitions,
     shape_name,
     share_text,
+    times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
@@ -82,13 +83,16 @@ def measure_stage(run: Run) -> str:
 
 
 def headline(record: dict[str, Any]) -> str:
-    """The measurement in one line: what `toolkit serve` does as it starts."""
-    row = headline_row(record)
+    """The measurement in one line: the head alone, and what lookup adds to it."""
+    row, beside = headline_row(record), lookup_row(record)
     speed = "" if row["speedup"] is None else f", {row['speedup']:.2f}x plain decoding"
     slower = " (slower)" if is_slower(row) else ""
+    if beside is not None:
+        slower += f"; with lookup {length_text(beside)}, {times(beside['speedup'])}"
     share = f"{share_text(row['drafted_share'])} of the steps drafted, " if row["shape"] == ADAPTIVE else ""
+    name = shape_name(row) if beside is None else "the head alone"
     return (
-        f"{shape_name(row)}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
+        f"{name}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
         f"{row['temperature']:g}, {count_of(row['verify_steps'], 'verify step')})"
     )
 
