@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,17 @@ def test_readmes_two_commands_are_in_its_first_screen() -> None:
     first_screen = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:30])
     assert "pip install -e . && toolkit run recipes/smollm2-135m.yaml" in first_screen
     assert 'pip install -e ".[dev]" && pytest' in first_screen
+
+
+@pytest.mark.parametrize(("lookup", "how"), [(1.85, "--draft ngram --target m"), (0.97, "--target m")])
+def test_a_head_that_gains_nothing_is_not_what_comes_next(tmp_path: Path, lookup: float, how: str) -> None:
+    """Where lookup pays, it does so without the head."""
+    rows = [
+        {"shape": "adaptive", "lookup": False, "speedup": 0.98},
+        {"shape": "adaptive", "lookup": True, "speedup": lookup},
+    ]
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "measured.json").write_text(json.dumps({"recommended": None, "rows": rows}))
+    recipe = SimpleNamespace(target=SimpleNamespace(model="m"), train=SimpleNamespace(epochs=1), run_dir="runs/x")
+    text = run_command.next_steps(SimpleNamespace(folder=tmp_path, recipe=recipe, recipe_path="r.yaml"))  # type: ignore[arg-type]
+    assert f"toolkit serve {how}   #" in text and "--draft" not in text.replace("--draft ngram", "")

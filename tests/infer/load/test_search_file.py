@@ -90,12 +90,13 @@ def test_times_of_the_shapes_to_choose_from():
 
 
 def test_an_engine_starts_from_what_was_found(searched):
-    """In every step the shape of its batch size; adaptively any shape up to the largest one found."""
+    """In every step the shape of its batch size; adaptively any shape up to the largest one found, and for sampled
+    requests, which were not searched, up to the chain of 4 that they have without a search."""
     draft = searched()
     for options, shape in (
         ({"adaptive": False, "max_running_requests": 2}, "2,4,6"),
         ({"adaptive": False, "max_running_requests": 8}, "3,1,4"),
-        ({}, "3,8,8"),
+        ({}, "4,8,8"),
         ({"shape": "2,2,4"}, "2,2,4"),
     ):
         opened = load_engine(EngineConfig(draft=draft, **options))
@@ -147,14 +148,16 @@ def test_winners_are_drafted_by_running_rows(searched, caplog, monkeypatch, sett
     [
         ("auto", ["greedy"], ({5}, None)),
         ("auto", ["greedy", "sampled, verify target"], ({5}, {2})),
-        ("block", ["greedy", "sampled, verify target"], ({5}, None)),
+        ("block", ["greedy", "sampled, verify target"], (None, None)),
         ("auto", ["sampled, verify target"], (None, {2})),
     ],
 )
 def test_each_request_has_the_setting_of_its_kind(searched, caplog, monkeypatch, verify, found, offered):
     """Sampled requests lose drafts: what is best for one kind may lose for the other. One engine has both, by the
-    request's own temperature. None: adaptive drafting, which knows the times in its first round."""
-    draft = searched(DEAR)
+    request's own temperature. None: adaptive drafting, which is made to draft nothing. A rule that needs chains takes
+    no trees of a greedy search."""
+    monkeypatch.setattr(AdaptiveShape, "choose", lambda self, requests, lookup=(): None)
+    draft = searched()
     held = read_json(draft / "search.json")
     greedy = held["found"]["greedy"]["1"]
     kinds = {"greedy": greedy, "sampled, verify target": greedy | {"setting": "2,1,3"}}
@@ -164,7 +167,7 @@ def test_each_request_has_the_setting_of_its_kind(searched, caplog, monkeypatch,
     for temperature, wanted in zip((0.0, 0.7), offered, strict=True):
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=temperature, seed=1)
         request = opened.engine.generate([[5, 6, 7]], params)[0]
-        assert {event.offered for event in request.events} == (wanted or {0}), "plain decoding is the fastest there"
+        assert {event.offered for event in request.events} == (wanted or {0})
     opened.engine.close()
     assert (f"has no settings for requests sampled, verify {verify}" in caplog.text) == (verify == "block")
 
@@ -275,7 +278,7 @@ def test_other_weights_lose_their_search(searched, tiny_draft, tmp_path):
     meta = {"target": opened.meta["target"]}
     save_draft(draft, opened.head.state_dict(), opened.head.config, opened.token_map, meta)
     assert "search" in load_draft(draft).meta
-    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 8, 8)
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(4, 8, 8)
     tensors = load_tensors(draft / "model.safetensors")
     save_tensors(draft / "model.safetensors", tensors | {"norm.weight": tensors["norm.weight"] + 1})
     assert load_engine(EngineConfig(draft=draft)).shape == DraftShape.chain(4)

@@ -126,7 +126,7 @@ def merged(earlier: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[st
 def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> Found | None:
     """Returns what search.json found; None without it, or if it was made under other conditions, which the log says.
 
-    Sampled requests have what was found by the engine's verify rule."""
+    Sampled requests have what was found by the engine's verify rule. One that needs chains takes no kind with trees."""
     search = draft.meta.get("search")
     if search is None:
         return None
@@ -135,7 +135,9 @@ def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> F
         return None
     found, names = search["found"], {GREEDY: GREEDY, SAMPLED: kind_of_requests(1.0, config.verify)}
     best = {
-        kind: {int(size): one for size, one in found[name].items()} for kind, name in names.items() if name in found
+        kind: {int(size): one for size, one in found[name].items()}
+        for kind, name in names.items()
+        if name in found and (config.verify in ("auto", "target") or _only_chains(found[name]))
     }
     for kind in names.keys() - best.keys():
         logger.info(
@@ -147,6 +149,11 @@ def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> F
         )
     timed = found[min(found)]
     return Found(best, [one["times"] for one in timed.values()])
+
+
+def _only_chains(sizes: Mapping[str, Mapping[str, Any]]) -> bool:
+    shapes = [one[name] for one in sizes.values() for name in ("shape", "adaptive_shape")]
+    return all(DraftShape.parse(one).is_chain for one in shapes)
 
 
 def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
