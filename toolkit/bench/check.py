@@ -67,7 +67,8 @@ class Finding:
 class CheckedHead:
     """A head and its target, both in float32 on one device. Texts are decoded once, when a check first needs them.
 
-    tensors: by name the sha256 of each tensor of the head in float32. not_finite: names of those with other values.
+    tensors: by name a part of the sha256 of each tensor of the head, in float32. not_finite: names of those that hold
+    other values.
     """
 
     draft: DraftCheckpoint
@@ -445,7 +446,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [
         f"{key} is {_shown(value)}, was {_shown(then.get(key))}"
         for key, value in mine.items()
-        if _shown(value) != _shown(then.get(key))
+        if _short_hash(value) != _short_hash(then.get(key))
     ]
     names = [name for name, value in now["tensors"].items() if before["tensors"].get(name) != value]
     if names:

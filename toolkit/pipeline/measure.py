@@ -35,6 +35,7 @@ from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.jsonl import DataError
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
@@ -77,8 +78,8 @@ def measure_stage(run: Run) -> str:
     torch.cuda.empty_cache()
     try:
         write_json(ckpt / "measured.json", measured | {"check": open_checked(EngineConfig(draft=ckpt)).reference})
-    except torch.OutOfMemoryError:
-        say("There is no memory for the target in float32, so `toolkit check` has nothing to compare this head with.")
+    except (torch.OutOfMemoryError, DataError) as error:  # the target in float32; or prompts longer than its context
+        say(f"`toolkit check` has nothing to compare this head with: {error}")
     return headline(record)
 
 
