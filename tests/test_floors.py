@@ -334,11 +334,11 @@ def test_entries_run_by_path_define_no_classes() -> None:
 
 
 def test_files_and_functions_stay_readable() -> None:
-    """The house's size limits: 320 lines a file, 70 a function."""
+    """The house's size limits: 500 lines a file, 70 a function."""
     long = []
     for path in sources():
         text = path.read_text(encoding="utf-8")
-        if text.count("\n") > 320:
+        if text.count("\n") > 500:
             long.append(f"{path.relative_to(PACKAGE)}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
