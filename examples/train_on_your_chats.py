@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from toolkit.bench.table import mode_name
+from toolkit.bench.table import shape_name
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m.yaml"
 SYSTEM = "You are the assistant of a shop."
@@ -77,7 +77,7 @@ def main() -> None:
     rows = json.loads((args.out / "report.json").read_text(encoding="utf-8"))["rows"]
     for row in (row for row in rows if row["task"] == "all"):
         length = "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"  # adaptive may draft nothing
-        print(f"{mode_name(row):<19} accept_length {length}, {row['speedup']:.2f}x plain decoding")
+        print(f"{shape_name(row):<20} accept_length {length}, {row['speedup']:.2f}x plain decoding")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -163,3 +164,17 @@ def test_a_full_disk_is_one_line(error: Exception, capsys: pytest.CaptureFixture
     assert exit_status(work) == 2
     said = capsys.readouterr().err
     assert "the disk is full (" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("lookup", "how"), [(1.85, "--draft ngram --target m"), (0.97, "--target m")])
+def test_a_head_that_gains_nothing_is_not_what_comes_next(tmp_path: Path, lookup: float, how: str) -> None:
+    """Where lookup pays, it does so without the head."""
+    rows = [
+        {"shape": "adaptive", "lookup": False, "speedup": 0.98},
+        {"shape": "adaptive", "lookup": True, "speedup": lookup},
+    ]
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "measured.json").write_text(json.dumps({"recommended": None, "rows": rows}))
+    given = ("target.model=m", f"run_dir={tmp_path}")
+    text = run_command.next_steps(Run(load_recipe(DEMO_RECIPE, given), DEMO_RECIPE, given))
+    assert f"toolkit serve {how}   #" in text and "--draft" not in text.replace("--draft ngram", "")

@@ -415,14 +415,6 @@ SECTIONS = (
         command="python benchmarks/bit_sources.py --draft DIR --variants auto float32 int8 int4",
     ),
     Section(
-        "Heads that are checked",
-        "Does `toolkit check` pass a head as it was trained, and does it name what is wrong with spoilt copies of it?",
-        "check-*.json",
-        tables.checked_heads,
-        text="Seconds are of one run beside other work, loading included.",
-        command="python benchmarks/checked_heads.py --draft DIR",
-    ),
-    Section(
         "Auxiliary layers read one off",
         "What does it cost to read a head's layer ids in the convention of another project?",
         "acceptance-aux-shift-*.json",

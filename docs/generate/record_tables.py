@@ -11,7 +11,7 @@ from tables import table
 
 from toolkit.bench.bootstrap import LEAST_GROUPS
 from toolkit.bench.rows import shape_text
-from toolkit.bench.table import NONE, decimal, mode_name, speedup_text
+from toolkit.bench.table import NONE, decimal, shape_name, speedup_text
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -476,23 +476,6 @@ def bit_sources(record: Record) -> str:
     )
 
 
-def checked_heads(record: Record) -> str:
-    """A head and its spoilt copies, and the checks that fail."""
-    header = ("head", "exit status", "what fails", "s")
-    return table(
-        header,
-        (
-            (
-                row["head"],
-                str(row["exit_status"]),
-                "; ".join(f"{name}: {says}" for name, says in row["failed"].items()) or "nothing",
-                decimal(row["seconds"], 0),
-            )
-            for row in record["rows"]
-        ),
-    )
-
-
 def few_tokens(record: Record) -> str:
     """Rows over all seeds: each recipe at its best rate and warm-up. Below, all tries of the first seed."""
     header = (
@@ -677,7 +660,7 @@ def shape(row: Row) -> str:
         return str(row["shape"])
     most, kind = f"`{shape_text(row)}`", row.get("shape", "chain" if row["top_k"] == 1 else "tree")
     if kind == "adaptive":
-        return f"{mode_name(row)}, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
+        return f"{shape_name(row)}, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
     return f"{kind} {most}"
 
 

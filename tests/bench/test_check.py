@@ -10,32 +10,26 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
-from toolkit.bench import check_decoding
-from toolkit.bench.check import Unreadable, open_checked
-from toolkit.bench.check_decoding import sampling_check, sign_flip_p
-from toolkit.bench.checked_head import _first_drafts, _scores_after
-from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
+from toolkit.bench import check as bench_check
+from toolkit.bench import sampled_distribution
+from toolkit.bench.check import open_checked
+from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.block import BlockConfig
-from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.heads.registry import build_head
-from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -44,28 +38,22 @@ from toolkit.infer.verify import verifiers
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.head_snapshot import describe_target
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train_settings import TrainSettings, UnrollSettings
-from toolkit.weights import load_tensors, read_json, save_tensors, sha256_json, write_json
+from toolkit.weights import load_tensors, read_json, save_tensors, write_json
 
 PROMPTS, TOKENS, SIZE, STEPS = 12, 12, 128, 2
-SIZES = ["--limit", str(PROMPTS), "--max-tokens", str(TOKENS)]
-CHOSEN = limited(builtin_prompts(), PROMPTS)
-# Settings of a measurement that the check can be compared with.
-MADE = {
-    "prompts": BUILTIN, "prompts_sha256": sha256_json([asdict(one) for one in CHOSEN]), "limit": PROMPTS,
-    "max_tokens": TOKENS, "temperature": 0.0,
-}  # fmt: skip
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_draws():
+def _small():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_decoding, "DRAWS", 300)
+        patch.setattr(sampled_distribution, "DRAWS", 300)
+        patch.setattr(bench_check, "PROMPTS", PROMPTS)
+        patch.setattr(bench_check, "MAX_TOKENS", TOKENS)
         yield
 
 
@@ -106,7 +94,9 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
         optimizer.step()
     side.capture.remove()
     meta = {"target": describe_target(target), "token_map_sha256": token_map.sha256}
-    return save_draft(tmp_path_factory.mktemp("good") / "ckpt", head.state_dict(), plan.config, token_map, meta)
+    directory = save_draft(tmp_path_factory.mktemp("good") / "ckpt", head.state_dict(), plan.config, token_map, meta)
+    write_json(directory / "measured.json", {"check": open_checked(EngineConfig(draft=directory)).reference})
+    return directory
 
 
 @pytest.fixture
@@ -126,7 +116,7 @@ def spoil(good_head, tmp_path) -> Callable[[Change], Path]:
 
 def check(directory: Path, record: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit status, and the record's rows by check."""
-    status = main(["check", "--draft", str(directory), *SIZES, "--out", str(record), *more])
+    status = main(["check", "--draft", str(directory), "--quick", "--out", str(record), *more])
     return status, {row["check"]: row for row in read_record(record, "check")["rows"]}
 
 
@@ -135,25 +125,29 @@ def failed(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def test_a_good_head_passes(good_head, tmp_path, capsys):
-    """All that can be checked is, and both shapes are, alone and in a batch."""
-    status, rows = check(good_head, tmp_path / "check.json")
-    page = capsys.readouterr().out
-    assert status == 0 and page.splitlines()[-1] == "passed: 11 checks, 1 skipped", page
-    assert [name for name, row in rows.items() if row["status"] == "skipped"] == ["acceptance"]
-    assert all(f"  {name}  " in page for name in rows) and max(map(len, page.splitlines()[1:])) <= 120
-    assert rows["greedy"] | {"answers": 30, "unequal": 0, "near_ties": 0} == rows["greedy"]
+    """All is checked, and both shapes are, alone and in a batch."""
+    record = tmp_path / "check.json"
+    status = main(["check", "--draft", str(good_head), "--out", str(record)])
+    rows, page = {row["check"]: row for row in read_record(record, "check")["rows"]}, capsys.readouterr().out
+    assert status == 0 and page.splitlines()[-1] == "passed: 10 checks", page
+    assert all(f"  {name}  " in page for name in rows) and max(map(len, page.splitlines())) <= 120
+    assert rows["greedy"] | {"answers": 20, "unequal": 0, "near_ties": 0} == rows["greedy"]
     assert "chain 4 and tree 4x4/16" in rows["greedy"]["detail"]
+    assert rows["acceptance"]["compared"] == rows["acceptance"]["measured"] > 1.3, "it does not depend on its features"
     for verify in ("target", "rejection", "block"):
         assert rows[f"sampling, {verify}"]["accepted"] > 30, "a test of draws without accepted drafts shows nothing"
-    assert json.loads((tmp_path / "check.json").read_text())["passed"] is True
+    assert json.loads(record.read_text())["passed"] is True
+
+
+# Each changes a head that was measured. The weights and the map have hashes, so that the cause is known.
 
 
 def aux_up(config, tensors):
     config["toolkit"]["aux_layer_ids"] = [one + 1 for one in config["toolkit"]["aux_layer_ids"]]
 
 
-def aux_down(config, tensors):
-    config["toolkit"]["aux_layer_ids"] = [one - 1 for one in config["toolkit"]["aux_layer_ids"]]
+def one_aux_up(config, tensors):
+    config["toolkit"]["aux_layer_ids"][1] += 1
 
 
 def aux_beyond(config, tensors):
@@ -161,35 +155,29 @@ def aux_beyond(config, tensors):
 
 
 def aux_descending(config, tensors):
-    config["toolkit"]["aux_layer_ids"] = [4, 3, 2]
+    config["toolkit"]["aux_layer_ids"] = [2, 4, 3]
 
 
 def other_template(config, tensors):
     config["toolkit"]["target"]["template_sha256"] = "0" * 64
 
 
-def other_map(config, tensors):
-    size, vocab_size = config["draft_vocab_size"], config["vocab_size"]
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    token_map = TokenMap.from_ids([2, *[one for one in order if one != 2][: size - 1]], vocab_size)
-    tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
+def map_rolled(config, tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+    tensors["d2t"] = TokenMap.from_ids(tensors["t2d"].nonzero()[:, 0].tolist(), config["vocab_size"]).d2t
 
 
 def unrecorded_map(config, tensors):
     del config["toolkit"]["token_map_sha256"]
-    other_map(config, tensors)
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    token_map = TokenMap.from_ids(
+        sorted({2, *((ids + 1) % config["vocab_size"]).tolist()})[: len(ids)], config["vocab_size"]
+    )
+    tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
 
 
 def map_with_a_duplicate(config, tensors):
     tensors["d2t"][5] -= 1 + tensors["d2t"][5] - tensors["d2t"][4]
-
-
-def map_without_stops(config, tensors):
-    del config["toolkit"]["token_map_sha256"]
-    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    absent = next(one for one in range(config["vocab_size"]) if one not in ids)
-    token_map = TokenMap.from_ids([absent, *[one for one in ids.tolist() if one != 2]], config["vocab_size"])
-    tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
 
 
 def a_nan(config, tensors):
@@ -204,51 +192,105 @@ def other_target(config, tensors):
     config["toolkit"]["target"]["fingerprint"] = "0" * 16
 
 
-def other_name(config, tensors):
-    config["toolkit"]["target"] = {"name": "org/other"}
-
-
 def missing_tensor(config, tensors):
     del tensors["fc.weight"]
+
+
+def norms_swapped(config, tensors):
+    one, other = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
+    tensors[one], tensors[other] = tensors[other] * 3, tensors[one] / 3
+
+
+def fc_blocks_swapped(config, tensors):
+    tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(3, dim=1)[::-1], dim=1)
+
+
+def halves_swapped(config, tensors):
+    name = "midlayer.self_attn.v_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+
+
+def heads_permuted(config, tensors):
+    name = "midlayer.self_attn.o_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(4, dim=1)[::-1], dim=1)
+
+
+def larger_logits(config, tensors):
+    tensors["lm_head.weight"] *= 1.5
 
 
 @pytest.mark.parametrize(
     ("change", "name", "says"),
     [
-        (aux_up, "aux layers", "[3, 4, 5] are off: [2, 3, 4] suit the head better"),
-        (aux_down, "aux layers", "[1, 2, 3] are off: [2, 3, 4] suit the head better"),
-        (aux_beyond, "aux layers", "aux_layer_ids is [2, 3, 40]; a target of 7 layers"),
-        (aux_descending, "aux layers", "aux_layer_ids is [4, 3, 2]"),
+        (aux_up, "acceptance", "aux_layer_ids is [3, 4, 5], was [2, 3, 4]"),
+        (one_aux_up, "target", "aux_layer_ids is [2, 4, 4]"),
+        (aux_beyond, "target", "aux_layer_ids is [2, 3, 40]; a target of 7 layers"),
+        (aux_descending, "target", "aux_layer_ids is [2, 4, 3]; a target of 7 layers needs ascending"),
         (other_template, "template", "trained with the template sha256 000000000000"),
-        (other_map, "token map", "and the head was trained with"),
-        (unrecorded_map, "token map", "belongs to another target"),
+        (map_rolled, "token map", "and the head was made with"),
+        (unrecorded_map, "token map", "and the head was made with"),
         (map_with_a_duplicate, "token map", "duplicate"),
-        (map_without_stops, "token map", "none of the ids that end an answer"),
         (a_nan, "weights", "midlayer.mlp.up_proj.weight"),
         (missing_tensor, "weights", "missing: fc.weight"),
         (other_rope, "rope", "rope_theta 50.0"),
         (other_target, "target", "another configuration"),
+        (norms_swapped, "acceptance", "changed since: values of midlayer.input_layernorm.weight, midlayer.hidden"),
+        (fc_blocks_swapped, "acceptance", "changed since: values of fc.weight"),
+        (halves_swapped, "acceptance", "changed since: values of midlayer.self_attn.v_proj.weight"),
+        (heads_permuted, "acceptance", "changed since: values of midlayer.self_attn.o_proj.weight"),
+        (larger_logits, None, "changed since: values of lm_head.weight, without harm"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_a_spoilt_head_is_named(spoil, tmp_path, capsys, change, name, says):
+def test_an_altered_head_has_one_cause(spoil, tmp_path, capsys, change, name, says):
     status, rows = check(spoil(change), tmp_path / "check.json")
     last = capsys.readouterr().out.splitlines()[-1]
-    assert status == 1 and failed(rows) == [name] and last == f"FAILED: {name}", rows
-    assert says in rows[name]["detail"]
+    assert failed(rows) == ([name] if name else []) and status == bool(name), rows
+    assert says in rows[name or "acceptance"]["detail"] and last.startswith("FAILED" if name else "passed")
 
 
-def test_two_causes_are_both_named(spoil, tmp_path):
-    """A check that fails does not hide the others."""
-    status, rows = check(spoil(lambda *files: (other_template(*files), a_nan(*files))), tmp_path / "check.json")
-    assert status == 1 and failed(rows) == ["weights", "template"]
-    assert rows["greedy"]["detail"] == "not tried, as its weights are not finite"
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda *_: None, "not compared: no run has measured this head"),
+        (aux_up, "with the layers [2, 3, 4] in place of its aux_layer_ids [3, 4, 5]: they are counted otherwise"),
+        (fc_blocks_swapped, "nothing tells which"),
+    ],
+    ids=["good", "aux", "damage"],
+)
+def test_a_head_that_no_run_has_measured(spoil, tmp_path, change, says):
+    """Layers that are counted otherwise show. Of other damage the page says that it is there, and no cause."""
+    directory = spoil(change)
+    (directory / "measured.json").unlink()
+    status, rows = check(directory, tmp_path / "check.json")
+    assert says in rows["acceptance"]["detail"] and status == (rows["acceptance"]["status"] == "FAILED")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        (lambda text, steps, accepted: (text, steps, 0), "skipped", "too little"),
+        (lambda text, steps, accepted: ("0", steps, accepted), "FAILED", "the target writes 12 of 12"),
+        (lambda text, steps, accepted: (text, steps, accepted + 2), "FAILED", "weights and settings are those of then"),
+        (None, "skipped", "measured on other prompts"),
+    ],
+    ids=["near zero", "target", "package", "prompts"],
+)
+def test_a_measurement_that_differs_otherwise(good_head, tmp_path, change, status, says):
+    """A head that accepted next to nothing, another target under the same name, another engine, other prompts."""
+    directory = shutil.copytree(good_head, tmp_path / "measured")
+    measured = read_json(directory / "measured.json")
+    answers = measured["check"]["answers"]
+    measured["check"]["answers"] = {key: change(*one) for key, one in answers.items()} if change else {}
+    write_json(directory / "measured.json", measured)
+    row = check(directory, tmp_path / "check.json")[1]["acceptance"]
+    assert row["status"] == status and says in row["detail"]
 
 
 def test_a_target_of_other_sizes(good_head, tiny_target, small_target_directory, tmp_path):
     status, rows = check(good_head, tmp_path / "check.json", "--target", str(small_target_directory))
     assert status == 1 and "vocab_size" in rows["target"]["detail"] and "token map" in failed(rows)
-    assert rows["greedy"]["status"] == "skipped"
+    assert rows["decoding"]["detail"] == "not tried, as target failed"
 
 
 @pytest.fixture
@@ -266,51 +308,11 @@ def test_a_copy_of_the_target_is_the_target(good_head, tiny_target_directory, tm
     copy = shutil.copytree(tiny_target_directory, tmp_path / "moved")
     status, rows = check(good_head, tmp_path / "check.json", "--target", str(copy))
     assert status == 0 and "has the configuration of" in rows["target"]["detail"]
-    named = shutil.copytree(good_head, tmp_path / "named")
-    config = read_json(named / "config.json")
-    other_name(config, {})
-    write_json(named / "config.json", config)
-    status, rows = check(named, tmp_path / "check.json", "--target", str(copy))
+    config = read_json(good_head / "config.json")
+    config["toolkit"]["target"] = {"name": "org/other"}
+    write_json(shutil.copytree(good_head, tmp_path / "named") / "config.json", config)
+    status, rows = check(tmp_path / "named", tmp_path / "check.json", "--target", str(copy))
     assert (status, rows["target"]["status"], rows["template"]["status"]) == (0, "skipped", "skipped")
-
-
-def test_acceptance_below_its_record(good_head, tmp_path):
-    """A record of greedy built-in prompts gives the shapes too, and is compared only where it is one."""
-    directory = shutil.copytree(good_head, tmp_path / "measured")
-    row = {"shape": "chain", "num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-    for length, temperature, status in ((3.9, 0.0, "FAILED"), (1.1, 0.0, "ok"), (3.9, 1.0, "skipped")):
-        rows = [row | {"accept_length": length, "interval": [length - 0.02, length + 0.05]}]
-        rows.insert(0, rows[0] | {"num_steps": 1, "num_draft_tokens": 2, "interval": [None, None]})
-        made = {"settings": MADE | {"temperature": temperature}, "target": {"dtype": "float32"}, "rows": rows}
-        write_json(directory / "measured.json", made)
-        _, found = check(directory, tmp_path / "check.json")
-        assert found["acceptance"]["status"] == status, found["acceptance"]
-        assert found["acceptance"]["shape"] == ("4,1,5" if temperature else "3,1,4")
-
-
-@pytest.mark.parametrize(
-    ("settings", "target", "says"),
-    [
-        ({}, {"dtype": "bfloat16"}, "which has dtype bfloat16, here float32"),
-        ({}, {"dtype": "float32", "quantization": "int8"}, "which has quantization int8, here None"),
-        ({"max_tokens": 96}, {"dtype": "float32"}, "which has max_tokens 96, here 12"),
-        (
-            {"prompts_sha256": "0", "limit": None},
-            {"dtype": "float32"},
-            "which has all built-in prompts, here 12 ",
-        ),
-    ],
-)
-def test_acceptance_is_compared_with_a_like_record_only(good_head, tmp_path, capsys, settings, target, says):
-    """Longer answers, other prompts or rounding have another accept_length: no fault of the head. It is not passed."""
-    directory = shutil.copytree(good_head, tmp_path / "measured")
-    row = {"shape": "chain", "num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-    rows = [row | {"accept_length": 3.9, "interval": [3.8, 4.0]}]
-    write_json(directory / "measured.json", {"settings": MADE | settings, "target": target, "rows": rows})
-    status, found = check(directory, tmp_path / "check.json")
-    assert status == 0 and found["acceptance"]["status"] == "skipped"
-    assert f"not compared with measured.json, {says}" in found["acceptance"]["detail"]
-    assert capsys.readouterr().out.splitlines()[-1] == "passed: 11 checks, 1 skipped"
 
 
 # -- an engine that is wrong -------------------------------------------------------------------------------------------
@@ -321,7 +323,8 @@ def test_a_lossy_engine_is_found(good_head, tmp_path, monkeypatch):
     honest = engine_round.follow
     wrong = lambda tree, chosen: honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % 400)  # noqa: E731
     monkeypatch.setattr(engine_round, "follow", wrong)
-    status, rows = check(good_head, tmp_path / "check.json")
+    status = main(["check", "--draft", str(good_head), "--out", str(tmp_path / "check.json")])
+    rows = {row["check"]: row for row in read_record(tmp_path / "check.json", "check")["rows"]}
     assert status == 1 and {"greedy", "sampling, target", "sampling, rejection", "sampling, block"} <= set(failed(rows))
     assert "token 1 is" in rows["greedy"]["detail"] and "(logit" in rows["greedy"]["detail"]
 
@@ -333,27 +336,16 @@ def test_a_rule_of_another_distribution_is_found(good_head, monkeypatch):
         kept, _ = verifiers.rejection(chains)
         return kept, chains.p[torch.arange(len(kept)), kept]
 
-    head = open_checked(EngineConfig(draft=good_head, dtype="float32"), PROMPTS, TOKENS)
-    assert not isinstance(head, Unreadable)
-    monkeypatch.setattr(check_decoding, "DRAWS", 1000)
-    assert sampling_check(head, "rejection").status == "ok"
+    head = open_checked(EngineConfig(draft=good_head, dtype="float32"))
+    monkeypatch.setattr(sampled_distribution, "DRAWS", 1000)
+    assert bench_check.sampling_check(head, "rejection").status == "ok"
     wrong = replace(verifiers.REJECTION, choose=verifiers.by(residual_is_p))
     monkeypatch.setitem(verifiers.VERIFIERS, "rejection", wrong)
-    found = sampling_check(head, "rejection")
+    found = bench_check.sampling_check(head, "rejection")
     assert found.status == "FAILED" and found.numbers["p"] < 1e-6, found
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def test_sign_flips_by_hand():
-    """Of eight choices of signs of 1, 2, 3 one has a sum of 6, and two of 4 and more."""
-    assert sign_flip_p(np.array([1.0, 2.0, 3.0])) == 1 / 8
-    assert sign_flip_p(np.array([-1.0, 2.0, 3.0])) == 2 / 8
-    assert sign_flip_p(np.array([-1.0, -2.0, -3.0])) == 1
-    assert sign_flip_p(np.zeros(4)) == 1
-    many = np.random.default_rng(1).normal(size=40)
-    assert sign_flip_p(many + 2) < 1e-4 and abs(sign_flip_p(many) - 0.5) < 0.5
 
 
 def test_g_by_hand():
@@ -382,37 +374,14 @@ def test_the_exact_distribution_is_that_of_the_target(tiny_target):
 
 @pytest.mark.parametrize(("config_class", "head_class"), [(Eagle2Config, Eagle2Head), (MtpConfig, MtpHead)])
 def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, tmp_path, config_class, head_class):
-    """They have no map and no auxiliary layers, which is said; the rest is checked."""
+    """They have no map and no auxiliary layers. Without training they accept nothing, and nothing tells why."""
     torch.manual_seed(5)
     head = head_class(config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size))
     meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
     directory = save_draft(tmp_path / "ckpt", head.state_dict(), head.config, None, meta)
     status, rows = check(directory, tmp_path / "check.json")
     skipped = [name for name, row in rows.items() if row["status"] == "skipped"]
-    assert status == 0 and skipped == ["template", "token map", "aux layers", "acceptance"], rows
-
-
-@pytest.mark.parametrize("kind", ["block", "dspark", "dflash"])
-def test_first_drafts_of_a_block_drafter(tiny_target, kind):
-    """The check computes them by dense attention, training all places of all blocks at once: the same states."""
-    torch.manual_seed(5)
-    own = (
-        {"sample_from_anchor": False, "confidence": False, "markov_rank": 0} if kind == "dflash" else {"markov_rank": 8}
-    )
-    config = (BlockConfig if kind == "block" else DSparkConfig).from_target_config(
-        tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
-        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, **own,
-    )  # fmt: skip
-    head, text = build_head(config).requires_grad_(False), torch.arange(3, 15)
-    head.read_target(tiny_target.embed_tokens)
-    features, embeds = torch.randn(len(text), config.feature_size), tiny_target.embed_tokens(text).detach()
-    found = _first_drafts(head, embeds[1:], head.first_hidden(features[:-1]))
-    wanted = next(unroll_blocks(head, features[None], embeds[None], 3))[0, :-1]
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    drafting = DraftingHead(DraftCheckpoint(head, TokenMap.from_ids(range(90), tiny_target.vocab_size)), tiny_target)
-    scores = _scores_after(drafting, found, text[1:], embeds[1:])
-    drafting.remove()
-    torch.testing.assert_close(scores, head.logits(head.after(found, text[1:], embeds[1:])), atol=1e-5, rtol=1e-4)
+    assert status == 1 and failed(rows) == ["acceptance"] and skipped == ["template", "token map"], rows
 
 
 @pytest.mark.parametrize("state", ["skipped", "ok", "FAILED"])
@@ -423,15 +392,14 @@ def test_the_map_of_a_head_that_shares_the_output_matrix(
     torch.manual_seed(5)
     token_map = load_draft(good_head).token_map
     if state == "FAILED":
-        tensors = {}
-        other_map({"draft_vocab_size": 80, "vocab_size": tiny_target.vocab_size}, tensors)
-        token_map = TokenMap.from_ids(tensors["t2d"].nonzero()[:, 0].tolist(), tiny_target.vocab_size)
+        order = torch.randperm(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+        token_map = TokenMap.from_ids([2, *[one for one in order if one != 2][:79]], tiny_target.vocab_size)
     meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
     meta |= {"token_map_sha256": token_map.sha256} if state == "ok" else {}
     config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
     directory = save_draft(tmp_path / "ckpt", MtpHead(config).state_dict(), config, token_map, meta)
     status, rows = check(directory, tmp_path / "check.json")
-    assert (rows["token map"]["status"], status) == (state, int(state == "FAILED")), rows["token map"]
+    assert rows["token map"]["status"] == state and status == 1, rows["token map"]
     says = {"skipped": "nothing tells whose map it is", "ok": "sha256 as recorded", "FAILED": "covers 50% at least"}
     assert says[state] in rows["token map"]["detail"]
 
@@ -454,31 +422,9 @@ def test_the_target_s_own_module(tiny_target, tmp_path, family):
         ([], "--draft is not given; a head is needed"),
         (["--draft", "ngram", "--target", "smollm2-135m"], "--draft is ngram; a head is needed"),
         (["--draft", "/absent"], "is no draft directory"),
-        (["--draft", "ngram", "--limit", "0"], "a head is needed"),
     ],
 )
 def test_what_is_no_head_is_an_error(capsys, words, says):
     """Status 2 is a mistyped command, status 1 a head that failed."""
     assert main(["check", *words]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_sizes_below_one(good_head, capsys):
-    assert main(["check", "--draft", str(good_head), "--limit", "0"]) == 2
-    assert "--limit is 0; at least 1 is needed" in capsys.readouterr().err
-    assert main(["check", "--draft", str(good_head), "--max-tokens", "500"]) == 2
-    assert "give fewer --max-tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("old", "new"), [("--prompts", "--limit 4"), ("--json", "--out 4")])
-def test_old_names_are_refused(capsys, old, new):
-    assert main(["check", "--draft", "ckpt", old, "4"]) == 2
-    assert f"{old} of `toolkit check` is {new.split()[0]} now; give {new}" in capsys.readouterr().err
-
-
-def test_few_prompts_cannot_tell(good_head, tmp_path):
-    """Of four coins all show heads once in 16 times, which is no proof of anything."""
-    record = tmp_path / "check.json"
-    assert main(["check", "--draft", str(good_head), "--limit", "4", "--max-tokens", "8", "--out", str(record)]) == 0
-    row = next(row for row in read_record(record, "check")["rows"] if row["check"] == "aux layers")
-    assert row["status"] == "skipped" and "4 prompts cannot tell" in row["detail"]

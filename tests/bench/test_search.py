@@ -31,6 +31,7 @@ from toolkit.bench.step_times import (
     Parts,
     StepTimes,
     _Batch,
+    _step_times,
     covering_shapes,
     measure_draft_times,
     measure_step_times,
@@ -58,7 +59,7 @@ def made_up(batch: int = 2) -> StepTimes:
     """A plain round takes 1 s, and a new prompt 0.5 s, or 0.6 s with a head."""
     drafts = {(1, 1): 0.1, (2, 1): 0.2, (1, 2): 0.1, (2, 2): 0.3}
     verifies = {"chain,2 after one step": (1.1, 0.1), "chain,3": (1.2, 0.1), "tree,3 after one step": (1.4, 0.1)}
-    verifies["tree,4"] = (0.9, 0.1)
+    verifies["tree,4"] = (0.95, 0.1)
     return StepTimes(batch, Parts(0.0, 0.95, 0.05), drafts, verifies, (0.5, 0.6))
 
 
@@ -82,13 +83,13 @@ def test_covering_shapes_have_every_part():
 
 
 def test_a_prediction_is_accept_length_by_round():
-    """tokens/s = batch * accept_length / round. Verification of drafts never counts as shorter than a plain step."""
+    """tokens/s = batch * accept_length / round."""
     found = {one.name: one for one in predict(surface_of(), made_up())}
     assert set(found) == {"plain", "1,1,2", "2,1,3", "1,2,3", "2,2,4"}
     assert found["plain"].predicted == Figures(2.0, 1.0, 1.0)
     assert (found["2,1,3"].accept_length, found["2,2,4"].accept_length) == (2.0, 3.0)
     assert found["2,1,3"].predicted == Figures(pytest.approx(2 * 2 / 1.5), pytest.approx(0.75), pytest.approx(1.35))
-    assert found["2,2,4"].parts == Parts(0.3, 0.95, 0.1), "0.9 s is less than plain decoding's 0.95"
+    assert found["2,2,4"].parts == Parts(0.3, 0.95, 0.1)
     assert found["2,2,4"].predicted.tokens_per_s == pytest.approx(2 * 3 / 1.35)
 
 
@@ -148,41 +149,61 @@ def rounds_of(seconds: dict[str, list[float]], prompts: int) -> list[Round]:
     return found
 
 
-def test_the_best_two_are_told_apart_by_pairs():
+def test_two_settings_are_told_apart_by_pairs():
     """The machine slows by 3x during the run, alike for both: unpaired, nothing would be known. With noise of a tenth
-    in each pair nothing is known either; a difference far above CLOSE is. The third setting does not matter."""
+    in each pair nothing is known either; a difference far above CLOSE is."""
     slow = np.linspace(1, 3, 12)
     noise = 1 + 0.1 * np.resize([1, -1, 1, 1, -1, -1, 1], 12)
-    worse = {"plain": list(9 * slow * noise)}
-    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow)}, 6), "tokens-per-s")
-    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow)}, 6), "itl")
-    assert not told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.01 * slow * noise)}, 6), "tokens-per-s")
-    assert told_apart(rounds_of(worse | {"a": list(slow), "b": list(1.5 * slow * noise)}, 6), "tokens-per-s")
-    assert not told_apart(rounds_of({"plain": [1.0] * 4, "a": [1.0] * 4}, 4), "tokens-per-s"), "four pairs are too few"
-    assert told_apart(rounds_of({"plain": [1.0] * 5, "a": [1.0] * 5}, 5), "tokens-per-s"), "a prompt's turns are a unit"
+
+    def told(ours, theirs, prompts, objective="tokens-per-s"):
+        rounds = rounds_of({"plain": list(ours), "a": list(theirs)}, prompts)
+        return told_apart(*([one for one in rounds if one.mode == mode] for mode in ("plain", "a")), objective)
+
+    assert told(slow, 1.01 * slow, 6) and told(slow, 1.01 * slow, 6, "itl") and told(slow, 1.5 * slow * noise, 6)
+    assert not told(slow, 1.01 * slow * noise, 6)
+    assert not told([1.0] * 4, [1.0] * 4, 4), "four pairs are too few"
+    assert told([1.0] * 5, [1.0] * 5, 5), "a prompt's turns are a unit"
 
 
-@pytest.mark.parametrize(("known_after", "passes"), [(1, 1), (2, 2), (99, 3)])
-def test_finalists_run_until_the_best_two_are_told_apart(
-    surface, tiny_target, tiny_draft, monkeypatch, known_after, passes
+@pytest.mark.parametrize(
+    ("known", "ran"), [([True, True], [3]), ([True, False, True], [3, 2]), ([False] * 6, [3, 3, 3])]
+)
+def test_settings_run_until_they_are_told_apart_from_the_best(
+    surface, tiny_target, tiny_draft, monkeypatch, known, ran
 ):
-    """All run once, the best two again, at most three times in all; figures are those of all passes."""
-    seen: list[int] = []
-
-    def known(rounds, objective):
-        seen.append(len(rounds))
-        return objective == "itl" and len(seen) == known_after
-
-    monkeypatch.setattr("toolkit.bench.search.told_apart", known)
+    """All run once, those that are close again, at most three times in all."""
+    known = list(known)
+    monkeypatch.setattr("toolkit.bench.search.told_apart", lambda best, other, objective: known.pop(0))
     chosen = finalists(predict(surface, replace(made_up(1), drafts=AnyParts(), verifies=AnyParts())), "itl")[:1]
     shown: list[tuple[int, int]] = []
     times = replace(made_up(1), drafts={}, verifies={})
     trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(6, 0.0, 0), EngineConfig(max_running_requests=1))
     measured = confirm(trial, chosen, times, "itl", lambda *now: shown.append(now))
     turns = 4  # of the prompts, answered by plain decoding, adaptive drafting and one finalist
-    assert seen == [2 * turns * n for n in range(1, passes + 1)] and len(measured) == 3
-    answered, planned = turns * (3 + 2 * (passes - 1)), turns * (3 + 2 * 2)
-    assert [done for done, _ in shown] == list(range(1, answered + 1)) and {all for _, all in shown} == {planned}
+    assert not known and len(measured) == 3
+    assert [done for done, _ in shown] == list(range(1, turns * sum(ran) + 1))
+    assert {planned for _, planned in shown} == {3 * 3 * turns}
+
+
+def test_times_nowhere_fall_with_more_nodes_or_deeper_drafts():
+    """By hand: 3.0 once and 2.0 twice become 7/3. A tree after one step is apart. None is faster than plain."""
+
+    def parts(verify_s, draft_s, rounds=1):
+        return [Parts(draft_s, verify_s, 0.1)] * rounds
+
+    rounds = {
+        None: parts(1.5, 9.0),
+        DraftShape.chain(1): parts(1.0, 0.2),
+        DraftShape.chain(2): parts(3.0, 0.5),
+        DraftShape.chain(3): parts(2.0, 0.2, 2),
+        DraftShape(1, 4, 5): parts(1.8, 0.1),
+        DraftShape(2, 4, 6): parts(4.0, 0.4),
+    }
+    times = _step_times(1, rounds, (0.0, 0.0))
+    assert {key: verify for key, (verify, _) in times.verifies.items()} == pytest.approx(
+        {"chain,2 after one step": 1.5, "chain,3": 7 / 3, "chain,4": 7 / 3, "tree,5 after one step": 1.8, "tree,6": 4.0}
+    )
+    assert times.drafts == pytest.approx({(1, 1): 0.2, (2, 1): 0.3, (3, 1): 0.3, (1, 4): 0.1, (2, 4): 0.4})
 
 
 class AnyParts(dict):
@@ -214,8 +235,14 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
     texts = [one.question.prompt_ids for one in surface.references]
     seen: list[tuple[int, int]] = []
     trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(20, temperature, 0), config)
-    times = measure_step_times(trial, surface.shapes(), texts, lambda *now: seen.append(now))
-    assert temperatures == {temperature}
+    mattered = []
+
+    def matter(times):
+        mattered[:] = [one.shape for one in finalists(predict(surface, times), "tokens-per-s")]
+        return mattered
+
+    times = measure_step_times(trial, surface.shapes(), texts, matter, lambda *now: seen.append(now))
+    assert len(mattered) == 3 and temperatures == {temperature}
     assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
     assert sorted(seen) == seen and seen[-1][0] == seen[-1][1]
     settings = predict(surface, times)
@@ -264,7 +291,7 @@ def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
     """A prompt that leaves room for one token would end before its batch is full, again and again."""
     prompts = [list(range(5, 105)) * 5] * 2
     trial = Trial(tiny_target, tiny_draft, (), Sampling(99, 0.0, 0), EngineConfig(max_running_requests=3))
-    times = measure_step_times(trial, [CHAIN, TREE], prompts)
+    times = measure_step_times(trial, [CHAIN, TREE], prompts, lambda times: [TREE])
     assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {"chain,3", "tree,4"}
 
 

@@ -1,10 +1,12 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from toolkit.bench.acceptance import measured_summary
 from toolkit.bench.table import length_text, outcome_line, print_acceptance, prompts_phrase, verdict_line
+from toolkit.pipeline.measure import headline
 
 
 def printed(record, width=118):
@@ -119,14 +121,31 @@ def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, say
     assert measured_summary(record)["recommended"] == recommended
 
 
-def test_the_head_alone_stands_beside_adaptive_drafting_with_lookup(record):
-    """Two rows of adaptive drafting: what serve does comes first, and the other one has its own name and option."""
-    with_adaptive(record, 1.24, 1.01, 0.57)
-    record["rows"] += [row | {"lookup": False, "speedup": 1.31} for row in record["rows"] if row["shape"] == "adaptive"]
+@pytest.mark.parametrize(
+    ("alone", "says", "recommended"),
+    [
+        (
+            1.31,
+            "1.31x; with lookup beside it, as `toolkit serve` starts, 42.7: 1.24x. Lookup costs time here",
+            "adaptive",
+        ),
+        (1.10, "1.10x; with lookup beside it, as `toolkit serve` starts, 42.7: 1.24x.", "adaptive"),
+        (0.98, "1.24x. The gain is lookup's, which needs no head (--draft ngram).", None),
+    ],
+)
+def test_what_lookup_adds_is_not_the_heads(record, alone, says, recommended):
+    """The head alone comes first, and lookup is named beside it. A head that gains nothing is not recommended."""
+    with_adaptive(record, 1.24, 0.97, 0.57)
+    own = [row | {"lookup": False, "speedup": alone} for row in record["rows"] if row["shape"] == "adaptive"]
+    record["rows"] = [*own, *(row | {"lookup": True} if row["shape"] == "adaptive" else row for row in record["rows"])]
     text = " ".join(printed(record).split())
-    assert text.index("adaptive 2.21") < text.index("adaptive, no lookup (best)") and "By task, adaptive " in text
-    assert text.endswith("1.24x. Adaptive drafting by the head alone (--no-lookup) is faster here: 1.31x.")
-    assert measured_summary(record)["recommended"] == "adaptive"
+    assert text.index("adaptive, no lookup") < text.index("adaptive with lookup") and "By task, adaptive, no" in text
+    assert (
+        f"The head alone writes 42.7 tokens/s where plain decoding writes 27.3: {alone:.2f}x" in text and says in text
+    )
+    assert measured_summary(record)["recommended"] == recommended
+    line = headline(record)
+    assert re.match(rf"the head alone: accept_length 2\.21 .*, {alone:.2f}x plain decoding.*; with lookup 2", line)
 
 
 def test_speeds_that_were_not_measured_give_no_outcome(record):

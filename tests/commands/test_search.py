@@ -20,7 +20,6 @@ from toolkit.heads.registry import head_class
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.server.request_params import default_temperature
 from toolkit.targets.target import Target
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
@@ -202,20 +201,19 @@ def test_two_searches_and_the_commands_that_use_them(
     line = ["search", "--draft", str(draft), "--dtype", "float32", *SMALL, "--out", "s.json"]
     assert cli.main(line) == 0
     greedy = capsys.readouterr().out.splitlines()
-    assert "a server takes requests as sampled at temperature 1 unless they say otherwise" in "\n".join(greedy)
+    assert "requests that state no temperature are sampled at 1 here, and drafted adaptively" in "\n".join(greedy)
     commands = [one.split() for one in greedy if one.startswith("  toolkit ")]
-    assert [one[1] for one in commands] == ["chat", "bench", "search", "serve"]
-    assert cli.main([*commands[2][1:], *SMALL, "--batch", "4", "--out", "s.json"]) == 0
+    assert [one[1] for one in commands] == ["serve", "chat", "bench", "search"]
+    assert cli.main([*commands[3][1:], *SMALL, "--batch", "4", "--out", "s.json"]) == 0
     sampled = capsys.readouterr().out.splitlines()
     now = [one.split() for one in sampled if one.startswith("  toolkit ")]
     assert [one[1] for one in now] == ["serve", "chat", "bench"] and "more than 4 requests run" in "\n".join(sampled)
     found = json.loads(Path("ckpt/search.json").read_text())["found"]
     assert [*found["greedy"], *found["sampled, verify target"]] == ["1", "4"]
     caplog.clear()
-    for command in (commands[0], commands[3], now[0], now[1]):
+    for command in (commands[0], commands[1], now[0], now[1]):
         args = cli.command_parser(command[1])[1](command[2:])
-        temperature = getattr(args, "temperature", default_temperature)
-        load_from(args, temperature, max_running_requests=1).engine.close()
+        load_from(args, max_running_requests=1).engine.close()
         assert "not used" not in caplog.text and "search.json" in caplog.text, command
         caplog.clear()
 

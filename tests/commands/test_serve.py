@@ -16,8 +16,6 @@ import torch
 
 from toolkit.cli import main
 from toolkit.commands.model_arguments import short_name
-from toolkit.infer.load.config import ConfigError
-from toolkit.infer.server.request_params import DefaultSampling
 from toolkit.weights import load_tensors, save_tensors
 
 
@@ -70,22 +68,6 @@ def test_flags_of_earlier_versions_name_the_new_one(capsys, old, new):
     """A start script that was written for them must not be answered by the list of all flags."""
     assert main(["serve", "--target", "x", old, "1"]) == 2
     assert f"{old} is now {new}" in capsys.readouterr().err
-
-
-def test_a_server_starts_from_a_search_at_its_default_temperature(tiny_target, tiny_draft_directory, monkeypatch):
-    """Requests that state none are sampled, at the target's temperature or at 1; a greedy search is not for them."""
-
-    def load(args, temperature):
-        found.append(temperature(tiny_target))
-        raise ConfigError("enough")
-
-    found = []
-    monkeypatch.setattr("toolkit.commands.serve.load_from", load)
-    for stated in (None, 0.6):
-        monkeypatch.setattr(tiny_target.model.generation_config, "temperature", stated)
-        assert main(["serve", "--draft", str(tiny_draft_directory), "--port", "0"]) == 2
-        assert DefaultSampling.of(tiny_target).temperature == found[-1]
-    assert found == [1.0, 0.6]
 
 
 def test_short_name(tmp_path):

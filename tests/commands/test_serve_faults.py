@@ -150,7 +150,7 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", check)
     flags = ["--draft", str(tmp_path), "--target", "x", "--device", "cpu", "--port", "0"]
     assert main(["serve", *flags, "--max-running-requests", "3", "--check"]) == 1
-    assert commands[0][1:] == ["-m", "toolkit", "check", *flags[:6]]
+    assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
 
 
 NO_HEAD = {"ngram": ["--draft", "ngram"], "none": ["--draft", "none"], "off": ["--draft", "head", "--no-draft"], "": []}
@@ -172,7 +172,7 @@ def test_check_of_the_targets_own_module_and_of_a_token_map(monkeypatch, tiny_ta
     monkeypatch.setattr("toolkit.infer.load.load_draft.find_module", lambda *_: ("facts", "modules"))
     target, path = str(tiny_target_directory), str(tmp_path / "freq.pt")
     assert main(["serve", "--target", target, "--token-map", path, "--port", "0", "--check"]) == 1
-    assert commands[0][3:] == ["check", "--draft", "native", "--target", target, "--token-map", path]
+    assert commands[0][3:] == ["check", "--quick", "--draft", "native", "--target", target, "--token-map", path]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing"])

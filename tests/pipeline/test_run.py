@@ -111,7 +111,8 @@ def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, st
     assert {"freq_128.pt", "token_map.safetensors", "coverage.json"} <= set(os.listdir(folder / "token_map"))
     measured = json.loads((folder / "ckpt" / "measured.json").read_text())
     assert measured["best_shape"] in ("2,1,3", "2,2,4") and measured["adaptive_shape"] == "2,2,4"
-    assert measured["outcome"] in out and out.index("adaptive: accept_length") < out.index("next:")
+    assert measured["outcome"] in out and out.index("the head alone: accept_length") < out.index("next:")
+    assert {"shape", "settings", "tensors", "answers"} == measured["check"].keys(), "what `toolkit check` compares with"
     pays = measured["recommended"] is not None  # with a target this small, drafting may cost more than it saves
     for command in ("serve", "chat"):
         assert (f"toolkit {command} --draft runs/tiny/ckpt" in out) == pays

@@ -12,7 +12,7 @@ from toolkit.data.batches import Example, collate
 from toolkit.errors import MissingPackageError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.forecast import chained_counts
-from toolkit.train.metric_rows import MACHINE_KEYS, StepSums, flat_row, step_row
+from toolkit.train.metric_rows import MACHINE_KEYS, RecentSteps, StepSums, flat_row, step_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import covered_share
@@ -34,6 +34,17 @@ def test_coverage_counts_each_supervised_token_once():
         [Example("a", [1, 2, 3, 4, 5], [False, True, True, True, True]), Example("b", [1, 1], [False] * 2)], 3
     )
     assert covered_share(batch, TokenMap.from_ids([3, 5], 9)) == pytest.approx(2 / 3)
+
+
+def test_the_bar_shows_means_of_like_steps():
+    """Weighted by tokens. Where the curriculum adds a step of the unroll its loss is no sum with the others."""
+    recent = RecentSteps()
+    row = {"loss_by_step": [4.0], "loss": 4.0, "accuracy_by_step": [0.2], "supervised_tokens": 100}
+    assert recent.text(row) == "loss 4.00 over 1 draft in a row, first right 20%"
+    later = row | {"loss": 2.0, "accuracy_by_step": [0.6], "supervised_tokens": 300}
+    assert recent.text(later) == "loss 2.50 over 1 draft in a row, first right 50%"
+    longer = row | {"loss_by_step": [3.0, 5.0], "loss": 7.0, "accuracy_by_step": [0.4, 0.1]}
+    assert recent.text(longer) == "loss 7.00 over 2 drafts in a row, first right 40%"
 
 
 def test_a_step_s_row():

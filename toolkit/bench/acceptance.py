@@ -119,7 +119,7 @@ def measure_acceptance(
     kept = None if keep is None else _resume_log(keep, target, draft, settings)
     turns: Any = {"batch": config.max_running_requests, "warmup": warmup, "keep": kept, "on_progress": on_progress}
     config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
-    with _modes(target, draft, shapes, most, config, forced, temperature) as modes:
+    with _modes(target, draft, shapes, most, config, forced) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
     judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
     return make_record(
@@ -196,7 +196,6 @@ def _modes(
     most: DraftShape | None,
     config: EngineConfig,
     forced: ForcedAcceptance | None,
-    temperature: float,
 ) -> Iterator[list[Mode]]:
     """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
 
@@ -204,7 +203,7 @@ def _modes(
     """
     adaptive = {} if most is None else _adaptive_modes(draft, config)
     count = 1 + len(adaptive) + bool(shapes)
-    with SideBySide(config, target, count, forced=forced, temperature=temperature) as engines:
+    with SideBySide(config, target, count, forced=forced) as engines:
         modes = [Mode(engines.open(verify="target", lookup=None, lookup_corpus=None), None)]
         for name, options in adaptive.items():
             learned = engines.open(draft, most, adaptive=True, **options)

@@ -1,89 +1,198 @@
-"""`toolkit check`: whether a draft head belongs to its target and its decoding is lossless, as a list of findings.
+"""`toolkit check`: whether a draft head belongs to its target, drafts as it was measured and decodes without loss.
 
-The order of CHECKS is that of the page. The models are loaded in float32, in which speculative decoding must write the
-tokens of plain decoding exactly.
+Target and head are loaded in float32, in which speculative decoding must write the tokens of plain decoding. The
+measurement of a run keeps what this page compares with: `reference`, as "check" in measured.json.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
-from toolkit.bench.check_decoding import (
-    acceptance_check,
-    aux_layers_check,
-    forecast_check,
-    greedy_check,
-    sampling_check,
-)
-from toolkit.bench.check_settings import rope_check, target_check, template_check, token_map_check, weights_check
-from toolkit.bench.checked_head import FAILED, SKIPPED, CheckedHead, Finding
+import torch
+
+from toolkit.bench.bootstrap import LEAST_GROUPS, resampled_interval
+from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.bench.prompts import builtin_prompts, limited
-from toolkit.bench.records import make_record
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
+from toolkit.bench.sampled_distribution import Continuations, drawn_test, most_even_distribution
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits, rope_difference
 from toolkit.checkpoint.files import locate
 from toolkit.data.chat_template import encode, prompt_ids
+from toolkit.errors import TargetError
+from toolkit.heads.head_config import full_attention_rope
+from toolkit.infer.drafters.block_drafter import default_shape, drafts_at_once
 from toolkit.infer.engine.cpu_door import load_target, pack
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source, with_token_map
 from toolkit.infer.load.load_engine import device_of
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 from toolkit.jsonl import DataError
+from toolkit.targets.features import check_aux_layer_ids
+from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
+from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import WeightsError, sha256_json
 
-Check = Callable[[CheckedHead], Finding]
-DRAFTING: dict[str, Check] = {  # of a head that can draft
-    "greedy": greedy_check,
-    **{f"sampling, {verify}": partial(sampling_check, verify=verify) for verify in ("target", "rejection", "block")},
-    "forecast": forecast_check,
-    "acceptance": acceptance_check,
-}
-CHECKS: dict[str, Check] = {
-    "weights": weights_check,
-    "target": target_check,
-    "template": template_check,
-    "rope": rope_check,
-    "token map": token_map_check,
-    "aux layers": aux_layers_check,
-    **DRAFTING,
-}
-NAMES = max(map(len, CHECKS))
-PAGE = 120  # columns
+OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
+PROMPTS, MAX_TOKENS = 16, 32  # the same for every head, so that any check can be compared with any measurement
+TREE = DraftShape(4, 4, 16)  # the tree that `toolkit bench` measures
+LEAST_COVERAGE = 0.5  # of the answers' tokens; maps of N of V random ids cover N/V of them
+LEAST_LENGTH = 1.05  # accept_length of a head that says anything; below it every comparison is of noise
+SLACK = 0.02  # of accept_length: rounding on another machine may turn a near-tie between two drafts
+SHOWN = 3  # changed tensors that are named
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A draft head that is refused when it is read. check: the name of the check that fails by it."""
+class Finding:
+    """The result of one check: OK, FAILED or SKIPPED, one line that says why, and its numbers for the record."""
 
-    check: str
-    cause: str
+    status: str
+    detail: str
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
-def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHead | Unreadable:
-    """Load the head and the target of `config` in float32, and render `limit` built-in prompts that fit its context.
+@dataclass
+class CheckedHead:
+    """A head and its target, both in float32 on one device. Texts are decoded once, when a check first needs them.
 
-    Raises `ConfigError`, and `DraftDirError` or `TargetError` for a head or target that is not found.
+    tensors: by name a part of the sha256 of each tensor of the head, in float32. not_finite: names of those that hold
+    other values.
     """
-    name, refused = str(config.draft), (DraftDirError, WeightsError, TokenMapError)
+
+    draft: DraftCheckpoint
+    target: Target
+    prompts: Sequence[list[int]]
+    tensors: Mapping[str, str]
+    not_finite: Sequence[str]
+
+    @cached_property
+    def error(self) -> str | None:
+        """Why the head cannot draft on this target, by its sizes, embedding or layers; None if it can."""
+        ids = self.draft.head.config.features.aux_layer_ids
+        try:
+            if ids is not None:
+                check_aux_layer_ids(ids, self.target.n_layers)
+            check_draft_fits(self.draft, self.target)
+        except (TargetError, DraftDirError) as error:
+            return str(error)
+        return None
+
+    @property
+    def native(self) -> bool:
+        """Whether it is the module of the target's own checkpoint."""
+        return "native" in self.draft.meta
+
+    @property
+    def measured(self) -> Mapping[str, Any] | None:
+        """The `reference` of the measurement; None if the head was not measured by a run."""
+        found: Mapping[str, Any] | None = (self.draft.meta.get("measured") or {}).get("check")
+        return found
+
+    @cached_property
+    def chain(self) -> DraftShape:
+        return DraftShape.chain(3) if self.native else default_shape(self.draft)
+
+    @cached_property
+    def tree(self) -> DraftShape | None:
+        """None: the target verifies no trees, or the head drafts none."""
+        shape = TREE.up_to(drafts_at_once(self.draft)) if drafts_at_once(self.draft) else TREE
+        try:
+            Engine(self.target, self.draft, shape).close()
+        except DraftShapeError:
+            return None
+        return shape
+
+    def decode(
+        self, asked: Sequence[tuple[int, DraftShape | None]], batch: int, draft: DraftCheckpoint | None = None
+    ) -> list[Request]:
+        """Greedy answers to prompts by their place, each with its shape (None: plain), `batch` at once."""
+        shapes = [shape for _, shape in asked if shape is not None]
+        models = (draft or self.draft, DraftShape.covering(shapes)) if shapes else (None, None)
+        engine, params = Engine(self.target, *models, max_running_requests=batch), SamplingParams(max_tokens=MAX_TOKENS)
+        requests = [
+            engine.add_request(self.prompts[at], params, speculative=shape is not None, shape=shape)
+            for at, shape in asked
+        ]
+        while engine.has_work():
+            engine.step()
+        engine.close()
+        return requests
+
+    def chains(self, draft: DraftCheckpoint | None = None) -> list[Request]:
+        """The answers to all prompts with the chain, in one batch."""
+        return self.decode([(at, self.chain) for at in range(len(self.prompts))], len(self.prompts), draft)
+
+    @cached_property
+    def drafted(self) -> list[Request]:
+        return self.chains()
+
+    @cached_property
+    def plain(self) -> list[list[int]]:
+        """The greedy answer of plain decoding to each prompt."""
+        every = [(at, None) for at in range(len(self.prompts))]
+        return [list(request.output_ids) for request in self.decode(every, len(every))]
+
+    @cached_property
+    def continuations(self) -> Continuations | None:
+        """The exact distribution that sampled continuations of a prompt are compared with."""
+        return most_even_distribution(self.target, self.prompts, self.draft.head.config.stages)
+
+    @cached_property
+    def reference(self) -> dict[str, Any]:
+        """What a later check of this head compares with.
+
+        answers: by the hash of a prompt: the hash of plain decoding's answer, verify steps, accepted drafts.
+        """
+        counts = zip(self.prompts, self.plain, map(_counts, self.drafted), strict=True)
+        return {
+            "shape": self.chain.as_text(),
+            "settings": self.draft.head.config.to_dict() | {"token map": self.draft.token_map.sha256},
+            "tensors": dict(self.tensors),
+            "answers": {_short_hash(prompt): [_short_hash(answer), *own] for prompt, answer, own in counts},
+        }
+
+
+def _short_hash(value: Any) -> str:
+    return sha256_json(value)[:16]
+
+
+def _counts(request: Request) -> tuple[int, int]:
+    """Verify steps and accepted drafts of an answer."""
+    stats = summarise(request.events)
+    return stats.verify_steps, stats.accepted
+
+
+def _length(counts: Sequence[Sequence[int]]) -> float:
+    """accept_length over answers of (verify steps, accepted drafts)."""
+    steps, accepted = (sum(each) for each in zip(*counts, strict=True))
+    return 1 + accepted / max(1, steps)
+
+
+def open_checked(config: EngineConfig) -> CheckedHead:
+    """Load the head and the target of `config` in float32, and render the built-in prompts that fit its context.
+
+    Raises `ConfigError` without a head, `DraftDirError`, `WeightsError` or `TokenMapError` for one that cannot be read,
+    and `TargetError`.
+    """
+    name = str(config.draft)
     if config.draft is None or name in (NGRAM, NONE):
         given = "not given" if config.draft is None else name
         raise ConfigError(f"`draft` is {given}; a head is needed: a draft directory, a hub id, or native")
-    for option, value, least in (("limit", limit, 1), ("max-tokens", max_tokens, 2)):  # a draft follows a token
-        if value < least:
-            raise ConfigError(f"--{option} is {value}; at least {least} is needed")
     device = device_of(config)
     config.check(device.type)
-    draft: Any = None
-    if name != NATIVE:
-        locate(name)
-        try:
-            draft = load_draft(name, config.target, config.revision)
-        except refused as error:
-            return Unreadable("token map" if isinstance(error, TokenMapError) else "weights", str(error))
+    draft: Any = None if name == NATIVE else load_draft(name, config.target, config.revision)
     source = target_source(config, draft)
     module = find_module(config, source) if draft is None else None
     asked: Any = {
@@ -92,94 +201,302 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
         "chat_template": source.chat_template,
     }
     target = load_target(source.name, dtype="float32", device=device, **asked)
-    try:
-        draft = draft if module is None else native_draft(config, target, *module)
-    except refused as error:
-        return Unreadable("weights", str(error))
+    draft = draft if module is None else native_draft(config, target, *module)
     assert isinstance(draft, DraftCheckpoint), "a head is checked"
     if config.token_map is not None:
-        try:
-            draft = with_token_map(draft, target, config.token_map)
-        except TokenMapError as error:
-            return Unreadable("token map", str(error))
-        draft = replace(draft, meta={**draft.meta, "token_map_sha256": None})  # this map is the user's choice
-    finite = {name: bool(value.isfinite().all()) for name, value in draft.head.state_dict().items()}
+        draft = with_token_map(draft, target, config.token_map)
+        # This map is the user's choice, and nothing was measured with it.
+        draft = replace(draft, meta={**draft.meta, "token_map_sha256": None, "measured": None})
     draft.head.cast(target.device, target.dtype)
-    pack(target, draft, draft_quantization="none")
-    return CheckedHead(draft, target, *_prompts(target, limit, max_tokens), max_tokens, finite)
+    state = {name: value.cpu().contiguous() for name, value in draft.head.state_dict().items()}
+    tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for name, value in state.items()}
+    not_finite = [name for name, value in state.items() if not value.isfinite().all()]
+    pack(target, draft, draft_quantization="none")  # packed weights can be neither read nor compared
+    return CheckedHead(draft, target, _prompts(target), tensors, not_finite)
 
 
-def _prompts(target: Target, limit: int, max_tokens: int) -> tuple[list[list[int]], str]:
-    """The ids of the first turns of `limit` built-in prompts, evenly over tasks, of those that the context holds; and
-    the sha256 of these prompts."""
-    fitting = {}
-    for prompt in limited(builtin_prompts(), limit):
-        text = prompt.turns[0]
-        if target.template_sha256:
-            ids = prompt_ids(target.tokenizer, [{"role": "user", "content": text}])
-        else:
-            ids = encode(target.tokenizer, text)
-        if len(ids) + max_tokens <= target.max_context:
-            fitting[prompt] = ids
+def _prompts(target: Target) -> list[list[int]]:
+    """The ids of the first turns of PROMPTS built-in prompts, evenly over tasks, of those that the context holds."""
+    texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
+    tokenizer = target.tokenizer
+    if target.template_sha256:
+        found = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    else:
+        found = [encode(tokenizer, text) for text in texts]
+    fitting = [ids for ids in found if len(ids) + MAX_TOKENS <= target.max_context]
     if not fitting:
         raise DataError(
-            f"no prompt and {max_tokens} tokens fit into the target's context of {target.max_context}; give fewer "
-            "--max-tokens"
+            f"no built-in prompt and {MAX_TOKENS} tokens fit into the target's context of {target.max_context}"
         )
-    return list(fitting.values()), sha256_json([asdict(prompt) for prompt in fitting])
+    return fitting
 
 
-def findings(head: CheckedHead | Unreadable) -> Iterator[tuple[str, Finding]]:
-    """Run the checks in order; yield each finding with the name of its check."""
-    for name, check in CHECKS.items():
-        if isinstance(head, Unreadable):
-            failed = name == head.check
-            yield name, Finding(FAILED, head.cause) if failed else Finding(SKIPPED, "the head cannot be read")
-        elif name in DRAFTING and head.cannot_draft:
-            yield name, Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
-        else:
-            yield name, check(head)
+def findings(config: EngineConfig, *, quick: bool = False) -> Iterator[tuple[str, Finding]]:
+    """Run the checks in order; yield each finding with the name of its check. quick: without sampled draws.
+
+    A check whose outcome an earlier failure explains is skipped, so the page names one cause. Raises `ConfigError`, and
+    `DraftDirError` or `TargetError` for a head or target that is not found.
+    """
+    if config.draft is not None and str(config.draft) not in (NATIVE, NGRAM, NONE):
+        locate(str(config.draft))
+    try:
+        head = open_checked(config)
+    except (WeightsError, TokenMapError, DraftDirError) as error:
+        yield "token map" if isinstance(error, TokenMapError) else "weights", Finding(FAILED, str(error))
+        return
+    failed: list[str] = []
+    stated = {
+        "weights": weights_check,
+        "target": target_check,
+        "template": template_check,
+        "rope": rope_check,
+        "token map": token_map_check,
+    }
+    for name, check in stated.items():
+        found = check(head)
+        failed += [name] if found.status == FAILED else []
+        yield name, found
+    if head.error or head.not_finite:
+        yield "decoding", Finding(SKIPPED, f"not tried, as {failed[0]} failed")
+        return
+    yield "greedy", greedy_check(head)
+    yield "acceptance", acceptance_check(head, failed)
+    for verify in () if quick else ("target", "rejection", "block"):
+        yield f"sampling, {verify}", sampling_check(head, verify)
 
 
-def title(head: CheckedHead | Unreadable, draft: str) -> str:
-    """The first line of the page: what is checked, and on how many prompts."""
-    if isinstance(head, Unreadable):
-        return draft
-    target = head.target
-    return (
-        f"{draft} ({head.draft.kind}) on {target.name} ({target.precision}; on {target.device}), {len(head.prompts)} "
-        f"built-in prompts, at most {head.max_tokens} tokens"
+# -- what the files state ----------------------------------------------------------------------------------------------
+
+
+def weights_check(head: CheckedHead) -> Finding:
+    """They were loaded strictly; every value is finite."""
+    if head.not_finite:
+        return Finding(FAILED, f"values of {', '.join(head.not_finite)} are not finite")
+    return Finding(
+        OK,
+        f"{len(head.tensors)} finite tensors of a head of kind {head.draft.kind}; the target is {head.target.name} "
+        f"({head.target.precision}; on {head.target.device})",
     )
 
 
-def line(name: str, finding: Finding) -> str:
-    """The lines of the page for one check."""
-    begin = f"  {name:<{NAMES}}  {finding.status:<7}  "
-    return textwrap.fill(finding.detail, PAGE, initial_indent=begin, subsequent_indent=" " * len(begin))
+def target_check(head: CheckedHead) -> Finding:
+    """The head fits it, and was trained for it by name, revision and configuration."""
+    target, stated = head.target, head.draft.meta.get("target") or {}
+    given = _with_revision(target.name, target.revision)
+    if head.error:
+        return Finding(FAILED, head.error)
+    if head.native:
+        return Finding(OK, f"the module is part of {given}")
+    if not stated.get("name"):
+        return Finding(SKIPPED, f"the head names no target; its sizes are those of {given}")
+    named, fingerprint = _with_revision(stated["name"], stated.get("revision")), stated.get("fingerprint")
+    local = any(Path(one).expanduser().exists() for one in (stated["name"], target.name))
+    same_name = full_name(stated["name"]) == full_name(target.name)
+    same_revision = None in (stated.get("revision"), target.revision) or stated["revision"] == target.revision
+    if fingerprint is None and not same_name and local:
+        return Finding(
+            SKIPPED, f"the head names {named}, and the target is {given}; no fingerprint tells if they are one"
+        )
+    if fingerprint is not None and fingerprint != target.fingerprint_as(stated["name"], stated.get("revision")):
+        return Finding(FAILED, f"the head was trained for {named} with another configuration than that of {given}")
+    if same_name and same_revision:
+        return Finding(OK, f"{given}, as recorded")
+    if same_name or not local:
+        return Finding(FAILED, f"the head was trained for {named}, and the target is {given}")
+    return Finding(OK, f"{given} has the configuration of {named}, for which the head was trained")
 
 
-def verdict(found: list[tuple[str, Finding]]) -> tuple[str, bool]:
-    """The last line of the page, and whether the head passed."""
-    failed = [name for name, finding in found if finding.status == FAILED]
-    skipped = sum(finding.status == SKIPPED for _, finding in found)
+def _with_revision(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name}@{revision}"
+
+
+def template_check(head: CheckedHead) -> Finding:
+    """The chat template is the one of the training's texts, by its hash."""
+    recorded, mine = (head.draft.meta.get("target") or {}).get("template_sha256"), head.target.template_sha256
+    if recorded is None:
+        return Finding(SKIPPED, "the head records no hash of a template")
+    shown = [f"sha256 {one[:12]}" if one else "none" for one in (recorded, mine)]
+    if recorded != mine:
+        return Finding(FAILED, f"the head was trained with the template {shown[0]}, the target's is {shown[1]}")
+    return Finding(OK, f"{shown[0]}, as recorded")
+
+
+def rope_check(head: CheckedHead) -> Finding:
+    """The head rotates as the target does. Every kind of ours copies the target's settings; others may differ."""
+    config = head.draft.head.config
+    difference = rope_difference(config, full_attention_rope(head.target.config))
+    if difference is None:
+        return Finding(OK, ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items()))
+    return Finding(SKIPPED if "writer" in head.draft.meta else FAILED, difference)
+
+
+def token_map_check(head: CheckedHead) -> Finding:
+    """The map is that of the training or measurement by its hash. Without a hash, coverage finds random ids only: the
+    map of another tokenizer of the same size covered 0.89 of the demo target's tokens, its own 0.93."""
+    token_map, target, meta = head.draft.token_map, head.target, head.draft.meta
+    if not head.draft.head.config.own_vocabulary and token_map.size == token_map.vocab_size:
+        return Finding(
+            SKIPPED, f"the head has none: it drafts all {token_map.size:,} ids by the target's output matrix"
+        )
+    recorded = meta.get("token_map_sha256") or (head.measured or {}).get("settings", {}).get("token map")
+    if token_map.vocab_size != target.vocab_size:
+        return Finding(FAILED, f"is over {token_map.vocab_size:,} ids, the target has {target.vocab_size:,}")
+    if recorded not in (None, token_map.sha256):
+        return Finding(FAILED, f"is {token_map.sha256[:12]}, and the head was made with {recorded[:12]} (sha256)")
+    if not token_map.t2d[sorted(target.stop_ids)].any():
+        return Finding(FAILED, f"holds none of the ids that end an answer ({sorted(target.stop_ids)})")
+    forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
+    absent = int((~token_map.t2d[list(forced)]).sum())
+    written = torch.tensor([token for answer in head.plain for token in answer])
+    covered = float(token_map.t2d[written].float().mean())
+    says = f"{token_map.size:,} of {token_map.vocab_size:,} ids, {absent or 'no'} special ids absent, "
+    says += f"covers {covered:.1%} of {len(written)} tokens"
+    if recorded:
+        return Finding(OK, f"{says}, sha256 as recorded")
+    if "token_map_sha256" in meta:
+        return Finding(OK, says)
+    if covered < LEAST_COVERAGE and token_map.size < LEAST_COVERAGE * token_map.vocab_size:
+        return Finding(FAILED, f"{says}; the map of a target covers {LEAST_COVERAGE:.0%} at least: it is another's")
+    return Finding(SKIPPED, f"{says}; no hash is recorded, so nothing tells whose map it is")
+
+
+# -- what decoding shows -----------------------------------------------------------------------------------------------
+
+
+def greedy_check(head: CheckedHead) -> Finding:
+    """Speculative decoding writes plain decoding's tokens: the chain in a batch, half of the prompts in a batch of
+    trees, chains and plain rows, and some alone."""
+    every, shapes = range(len(head.prompts)), [one for one in (head.chain, head.tree) if one is not None]
+    mixed = list(zip(every[::2], cycle((*reversed(shapes), None))))
+    alone = list(zip(every[::8], cycle(shapes)))
+    asked = [(at, head.chain) for at in every] + mixed + alone
+    requests = [*head.drafted, *head.decode(mixed, len(mixed)), *head.decode(alone, 1)]
+    names = " and ".join(one.name for one in shapes) + ("" if head.tree else " (target or head take no tree)")
+    wrong, ties = [], 0
+    for (at, shape), request in zip(asked, requests, strict=True):
+        found = find_divergence(
+            head.plain[at],
+            request.output_ids,
+            partial(_logits_after, head.target, head.prompts[at]),
+            head.target.dtype,
+        )
+        if found is None or found.near_tie:
+            ties += found is not None
+            continue
+        first = (
+            f"token {found.position} is {found.speculative_token} (logit {found.speculative_logit:.4f}), plain "
+            f"decoding's is {found.plain_token} (logit {found.plain_logit:.4f})"
+            if found.plain_logit is not None
+            else f"one answer ends at token {found.position}, the other goes on"
+        )
+        wrong.append(f"prompt {at}, {'plain' if shape is None else shape.name}: {first}")
+    numbers = {"answers": len(asked), "near_ties": ties, "unequal": len(wrong)}
+    if wrong:
+        says = f"{len(wrong)} of {len(asked)} answers differ from plain decoding's; first: {wrong[0]}"
+        return Finding(FAILED, says, numbers)
+    more = f", {ties} first part at a near-tie of float32" if ties else ""
+    says = f"{len(asked) - ties} of {len(asked)} answers equal plain decoding's{more}: {names}, alone and in a batch"
+    return Finding(OK, says, numbers)
+
+
+def sampling_check(head: CheckedHead, verify: str) -> Finding:
+    """Sampled continuations of one prompt follow the target's distribution when drafts are accepted by `verify`."""
+    if head.continuations is None:
+        return Finding(SKIPPED, "rounding decides which tokens are the most probable")
+    tree = verify == "target" and head.tree is not None
+    right, says, numbers = drawn_test(head.target, head.draft, head.continuations, verify, tree=tree)
+    return Finding(OK if right else FAILED, says, numbers)
+
+
+def _logits_after(target: Target, prompt: Sequence[int], written: Sequence[int]) -> torch.Tensor:
+    return plain_logits(target, [*prompt, *written])
+
+
+def acceptance_check(head: CheckedHead, failed: Sequence[str]) -> Finding:
+    """The chain's accept_length is that of the measurement, on the same prompts and answers: what was changed since is
+    the cause if it is not. failed: earlier checks, which would be the cause."""
+    if head.measured is None:
+        return _without_reference(head, failed)
+    before, now = head.measured, head.reference
+    numbers: dict[str, Any] = {
+        "shape": now["shape"],
+        "accept_length": _length([one[1:] for one in now["answers"].values()]),
+    }
+    says = f"{head.chain.name}: accept_length {numbers['accept_length']:.2f}"
     if failed:
-        return f"FAILED: {', '.join(failed)}", False
-    return f"passed: {len(found) - skipped} checks" + (f", {skipped} skipped" if skipped else ""), True
+        return Finding(SKIPPED, f"{says}; not compared, as {failed[0]} failed", numbers)
+    known = [key for key in now["answers"] if key in before["answers"]]
+    same = [key for key in known if now["answers"][key][0] == before["answers"][key][0]]
+    if not known or before["shape"] != now["shape"]:
+        return Finding(SKIPPED, f"{says}; the head was measured on other prompts: measure it again", numbers)
+    if 2 * len(same) < len(known):
+        cause = f"the target writes {len(known) - len(same)} of {len(known)} answers otherwise than when the head was "
+        return Finding(FAILED, f"{says}; {cause}measured: its weights or their precision have changed", numbers)
+    was, own = (_length([one["answers"][key][1:] for key in same]) for one in (before, now))
+    numbers |= {"compared": own, "measured": was, "changed": (changed := _changes(before, now))}
+    says = f"{says}; {own:.3f} on {len(same)} answers that gave {was:.3f} when it was measured"
+    since = f"changed since: {'; '.join(changed)}" if changed else "weights and settings are those of then"
+    if was < LEAST_LENGTH:
+        return Finding(SKIPPED, f"{says}: too little to tell; {since}", numbers)
+    if own < was * (1 - SLACK):
+        return Finding(FAILED, f"{says}; {since}", numbers)
+    return Finding(OK, f"{says}; {since}{', without harm' if changed else ''}", numbers)
 
 
-def check_record(
-    head: CheckedHead | Unreadable, draft: str, found: list[tuple[str, Finding]], command: str
-) -> dict[str, Any]:
-    """The record of kind "check": one row for each check."""
-    settings: dict[str, Any] = {"draft": draft}
-    more: dict[str, Any] = {}
-    if isinstance(head, CheckedHead):
-        target = head.target
-        settings |= {"prompts": len(head.prompts), "max_tokens": head.max_tokens}
-        more["target"] = {"name": target.name, "revision": target.revision, "quantization": target.quantization}
-        more["draft"] = {"head": head.draft.kind, "draft_vocab_size": head.draft.token_map.size}
-    rows = [
-        {"check": name, "status": finding.status, "detail": finding.detail, **finding.numbers}
-        for name, finding in found
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of a head is not what was measured, in words."""
+    mine, then = now["settings"], before["settings"]
+    found = [
+        f"{key} is {_shown(value)}, was {_shown(then.get(key))}"
+        for key, value in mine.items()
+        if _short_hash(value) != _short_hash(then.get(key))
     ]
-    return make_record("check", command, settings, rows, passed=verdict(found)[1], **more)
+    names = [name for name, value in now["tensors"].items() if before["tensors"].get(name) != value]
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        found.append(f"values of {', '.join(names[:SHOWN])}{more}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _without_reference(head: CheckedHead, failed: Sequence[str]) -> Finding:
+    """Whether the head accepts anything, and no more with its auxiliary layer ids moved by one: projects count layers
+    by their inputs or outputs. The 95 % interval of the gain, paired by prompt, must lie above 0."""
+    ids = head.draft.head.config.features.aux_layer_ids or ()
+    counts = [_counts(one) for one in head.drafted]
+    rows: list[tuple[float, tuple[int, ...]]] = [(_length(counts), ids)]
+    for moved in () if failed or not ids else (tuple(one + shift for one in ids) for shift in (-1, 1)):
+        if not 0 <= moved[0] <= moved[-1] <= head.target.n_layers:
+            continue
+        others = [_counts(one) for one in head.chains(_with_layers(head.draft, moved))]
+        units = [(*one, *other) for one, other in zip(counts, others, strict=True) if one[0] and other[0]]
+        if _gain_is_sure(units) and _length(others) >= LEAST_LENGTH:
+            rows.append((_length(others), moved))
+    (own, _), (length, best) = rows[0], max(rows)
+    says = f"{head.chain.name}: accept_length {own:.2f}"
+    numbers = {"shape": head.chain.as_text(), "accept_length": own}
+    if failed:
+        return Finding(SKIPPED, f"{says}; nothing more is asked, as {failed[0]} failed", numbers)
+    if best != ids:
+        wrong = f"{length:.2f} with the layers {list(best)} in place of its aux_layer_ids {list(ids)}"
+        return Finding(FAILED, f"{says}, {wrong}: they are counted otherwise", numbers)
+    if own < LEAST_LENGTH:
+        cause = "it is not trained, damaged or made for another target"
+        return Finding(FAILED, f"{says}: the head accepts next to nothing ({cause}; nothing tells which)", numbers)
+    return Finding(SKIPPED, f"{says}; not compared: no run has measured this head (`toolkit run`)", numbers)
+
+
+def _gain_is_sure(units: Sequence[tuple[int, ...]]) -> bool:
+    """Units: verify steps and accepted drafts of a prompt, before and after."""
+    if len(units) < LEAST_GROUPS:
+        return False
+    return resampled_interval(units, lambda a, b, c, d: d / c - b / a)[0] > 0
+
+
+def _with_layers(draft: DraftCheckpoint, ids: tuple[int, ...]) -> DraftCheckpoint:
+    head = copy.copy(draft.head)
+    head.config = replace(draft.head.config, aux_layer_ids=ids)  # type: ignore[call-arg]
+    return replace(draft, head=head)

@@ -40,12 +40,13 @@ def tabulate(
     """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
     adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured. Where it has
-    lookup, rows of HEAD_ALONE follow if there are such rounds. deterministic: no answer may differ, by rounding either.
+    lookup and there are rounds of HEAD_ALONE, these come before it. deterministic: no answer may differ, by rounding
+    either.
     """
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
     modes = {} if adaptive is None else {ADAPTIVE: shape_keys(adaptive) | {"shape": ADAPTIVE}}
     if any(done.mode == HEAD_ALONE for done in rounds):
-        modes[HEAD_ALONE] = modes[ADAPTIVE] | {"lookup": False}
+        modes = {HEAD_ALONE: modes[ADAPTIVE] | {"lookup": False}, ADAPTIVE: modes[ADAPTIVE] | {"lookup": True}}
     modes |= {shape.name: shape_keys(shape) for shape in shapes}
     rows, answers, divergences = [], [], []
     for mode, keys in modes.items():
@@ -257,13 +258,28 @@ def best_row(record: dict[str, Any]) -> dict[str, Any]:
     return max(rows, key=lambda row: (row["speedup"] or 0.0, row["accept_length"] or 0.0))
 
 
+def lookup_row(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the "all" row of adaptive drafting with lookup, as `toolkit serve` starts, if the head alone was measured
+    beside it."""
+    adaptive = [row for row in record["rows"] if row["task"] == ALL and row["shape"] == ADAPTIVE]
+    return next((row for row in adaptive if row.get("lookup") is not False), None) if len(adaptive) == 2 else None
+
+
+def head_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the `best_row` of the draft itself: without `lookup_row`."""
+    beside = lookup_row(record)
+    return best_row({"rows": [row for row in record["rows"] if row is not beside]})
+
+
 def headline_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the "all" row of what `toolkit serve` does as it starts: adaptive drafting, if measured, else `best_row`.
+    """Return the "all" row of the draft's adaptive drafting, if measured, else `best_row`. What lookup adds to a head
+    is not the head's: `lookup_row`.
 
     Raises `RecordError` as `best_row` does.
     """
-    adaptive = (row for row in record["rows"] if row["task"] == ALL and row["shape"] == ADAPTIVE)
-    return next(adaptive, None) or best_row(record)
+    beside = lookup_row(record)
+    own = (row for row in record["rows"] if row["task"] == ALL and row["shape"] == ADAPTIVE and row is not beside)
+    return next(own, None) or best_row(record)
 
 
 def is_slower(row: dict[str, Any]) -> bool:
@@ -277,8 +293,9 @@ def is_faster(row: dict[str, Any]) -> bool:
 
 
 def recommended_row(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the row of the setting to use: the headline's, else the fastest; None if neither is faster than plain."""
-    return next((row for row in (headline_row(record), best_row(record)) if is_faster(row)), None)
+    """Return the row of the setting to use: the headline's, else the draft's fastest; None if neither is faster than
+    plain decoding."""
+    return next((row for row in (headline_row(record), head_row(record)) if is_faster(row)), None)
 
 
 def number(value: float) -> float | None:

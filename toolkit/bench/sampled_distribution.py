@@ -11,15 +11,19 @@ distributions the p-value fell below 1e-3, 1e-4 and 1e-5 at most 1.3 times as of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from toolkit.bench.near_tie import logit_noise
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.page_pool import PAGE_SIZE
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
 
 WRITTEN, WIDTH, DRAWS, LEAST = 3, 4, 1000, 10
@@ -92,3 +96,29 @@ def g_test(counts: Tensor, expected: Tensor) -> tuple[float, int, float]:
     freedom = len(wanted) - 1
     half = torch.tensor([freedom / 2, max(g, 0.0) / 2], dtype=torch.float64)
     return g, freedom, float(torch.special.gammaincc(half[0], half[1]))
+
+
+def drawn_test(
+    target: Target, draft: DraftCheckpoint, exact: Continuations, verify: str, *, tree: bool
+) -> tuple[bool, str, dict[str, Any]]:
+    """Draw continuations in an engine that accepts drafts by `verify`. Returns whether they may follow the exact
+    distribution, a line that says why, and its numbers."""
+    shape = TREE if tree else CHAIN
+    engine = Engine(target, draft, shape, max_running_requests=BATCH, verify=verify)
+    params = [
+        SamplingParams(temperature=1.0, top_k=WIDTH, seed=seed, max_tokens=WRITTEN, ignore_eos=True)
+        for seed in range(DRAWS)
+    ]
+    requests = engine.generate([exact.prompt] * DRAWS, params)
+    engine.close()
+    drawn = Counter(tuple(request.output_ids) for request in requests)
+    counts = torch.tensor([drawn[path] for path in exact.probabilities], dtype=torch.float64)
+    outside = DRAWS - int(counts.sum())
+    kept = sum(event.accepted for request in requests for event in request.events)
+    g, freedom, p = g_test(counts, DRAWS * torch.tensor(list(exact.probabilities.values()), dtype=torch.float64))
+    numbers = {"shape": shape.as_text(), "draws": DRAWS, "accepted": kept, "outside": outside, "g": g, "p": p}
+    says = f"{DRAWS} draws of {WRITTEN} tokens, {shape.name}, {kept} drafts accepted: G = {g:.1f} at {freedom} degrees"
+    if outside:
+        return False, f"{outside} of {says}; by the target they cannot occur", numbers
+    says += f" of freedom, p = {p:.2g} (false-alarm probability {SAMPLING_ALARM:g})"
+    return p >= SAMPLING_ALARM, says, numbers

@@ -33,7 +33,7 @@ Objective = Literal["tokens-per-s", "itl", "ttft"]
 FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}
 FINALISTS = 3  # shapes that are run end to end at each batch size
 CLOSE = 0.03  # difference of two settings that does not matter
-PASSES = 3  # over the prompts at most; all but the first by the best two alone, until their difference is known
+PASSES = 3  # over the prompts at most; all but the first by the best and those that are not told apart from it
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def confirm(
     """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
 
     Adaptive drafting starts from the measured times and has lookup, as it will be served. Prompts are repeated until
-    every group of `times.batch` is full. The best two run again until their difference is known (told_apart), at most
-    PASSES times in all. on_progress(done, total): counts answers, PASSES passes in total. Returns the settings with
-    measured figures.
+    every group of `times.batch` is full. The best and those close to it run again until they are told apart
+    (told_apart), at most PASSES times in all. on_progress(done, total): counts answers, PASSES passes in total. Returns
+    the settings with measured figures.
     """
     trial = trial.with_room()
     shapes = [one.shape for one in chosen if one.shape is not None]
@@ -117,7 +117,7 @@ def confirm(
         full = full_groups(trial.prompts, times.batch)
         rounds: list[Round] = []
         turns = sum(len(prompt.turns) for prompt in full)
-        planned = turns * (len(modes) + 2 * (PASSES - 1))
+        planned = turns * len(modes) * PASSES
         playing = modes
         for left in range(PASSES, 0, -1):
             answered = sum(len(one.answers) for one in rounds)
@@ -126,11 +126,12 @@ def confirm(
                 playing, trial.target.tokenizer, full, trial.sampling,
                 batch=times.batch, warmup=1 if left == PASSES else 0, on_progress=show,
             )  # fmt: skip
-            if left == PASSES:
-                run = _by_mode(rounds)
-                best = sorted(run, key=lambda name: measured_figures(run[name]).score(objective))[-2:]
-                playing = [mode for mode in modes if mode.name in best]
-            if told_apart([one for one in rounds if one.mode in best], objective):
+            run = _by_mode(rounds)
+            best = max((mode.name for mode in playing), key=lambda name: measured_figures(run[name]).score(objective))
+            playing = [
+                one for one in playing if one.name == best or not told_apart(run[best], run[one.name], objective)
+            ]
+            if len(playing) == 1:
                 break
     settings = {one.shape.name: one for one in chosen if one.shape is not None}
     plain = Setting(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
@@ -177,17 +178,15 @@ def _figures(tokens: Any, seconds: Any, waited: Any, steps: Any, prefill_s: Any,
     return Figures(tokens / seconds, waited / tokens, seconds / np.maximum(1, steps) / 2 + prefill_s / answers)
 
 
-def told_apart(rounds: Sequence[Round], objective: Objective) -> bool:
-    """Returns whether the interval of the relative difference between the best two settings is narrower than CLOSE, or
-    lies above it.
+def told_apart(best: Sequence[Round], other: Sequence[Round], objective: Objective) -> bool:
+    """Returns whether the interval of the relative difference between two settings is narrower than CLOSE, or lies
+    above it.
 
     They ran in turns, so each group of prompts in each pass is a pair; its turns are one unit. False with few pairs.
     """
-    run = _by_mode(rounds)
-    ranked = sorted(run.values(), key=lambda own: measured_figures(own).score(objective), reverse=True)
     pairs: dict[tuple[str, int], Any] = {}
     seen: Counter[tuple[str, int]] = Counter()
-    for ours, theirs in zip(*ranked[:2], strict=True):
+    for ours, theirs in zip(best, other, strict=True):
         question = ours.answers[-1].question  # of the conversation with the most turns
         seen[question.prompt.question_id, question.turn] += 1
         unit = question.prompt.question_id, seen[question.prompt.question_id, question.turn]

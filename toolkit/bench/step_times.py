@@ -7,13 +7,14 @@ after a plain one, 12.3 ms after a deep draft). A round has two parts, and not e
     round = drafting, by (num_steps, top_k)  +  the rest, by the number of verified nodes
 
 Chains and trees are apart, and shapes of one step: after a longer draft the target's forward is slower on a CPU
-(6 nodes: 12.3 ms after one step, 13.6 ms after two).
+(6 nodes: 12.3 ms after one step, 13.6 ms after two). A deeper draft and more nodes take no less time, so what rounds
+say otherwise is noise, and is levelled. The shapes that matter run again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -31,6 +32,7 @@ from toolkit.infer.request.request import Request
 
 TURNS, DRAFT_TURNS = 3, 6  # turns of a shape; of a draft, where small differences decide. One more is not timed
 TURN_ROUNDS = 3  # timed rounds of a turn, after one that is not timed
+AGAIN_TURNS = 6  # further turns of the shapes that matter
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
@@ -74,7 +76,7 @@ class StepTimes:
         if shape is None:
             return self.plain
         verify, other = self.verifies[verified(shape)]
-        return Parts(self.drafts[shape.num_steps, shape.top_k], max(verify, self.plain.verify_s), other)
+        return Parts(self.drafts[shape.num_steps, shape.top_k], verify, other)
 
 
 def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
@@ -97,9 +99,14 @@ def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
 
 
 def measure_step_times(
-    trial: Trial, shapes: Sequence[DraftShape], texts: Sequence[Sequence[int]], on_progress: Progress | None = None
+    trial: Trial,
+    shapes: Sequence[DraftShape],
+    texts: Sequence[Sequence[int]],
+    matter: Callable[[StepTimes], Sequence[DraftShape]],
+    on_progress: Progress | None = None,
 ) -> StepTimes:
-    """Times rounds of full batches, with plain rounds between them.
+    """Times rounds of full batches, with plain rounds between them. Those of `matter`, which gets the first times, run
+    three times as often.
 
     texts: ids of prompts, in place of the trial's; they are used in turn. After `max_tokens` of an answer the next one
     takes its row, so that contexts are as long as those of the answers. on_progress(done, total): counts rounds.
@@ -107,20 +114,52 @@ def measure_step_times(
     chosen = covering_shapes(shapes)
     with _batches(trial, [None, trial.draft], DraftShape.covering(chosen), texts) as (plain, drafting):
         modes = [(plain, None), *((drafting, shape) for shape in chosen)]
-        plain_rounds, *found_rounds = _in_turns(modes, TURNS, on_progress)
-    rounds = dict(zip(chosen, found_rounds, strict=True))
-    drafts: dict[tuple[int, int], list[Parts]] = {}
-    verifies: dict[str, list[Parts]] = {}
+        rounds = dict(zip((None, *chosen), _in_turns(modes, TURNS, on_progress), strict=True))
+        wanted = matter(_step_times(trial.batch, rounds, (plain.prefill_s, drafting.prefill_s)))
+        modes = [(plain, None), *((drafting, shape) for shape in wanted)]
+        for shape, more in zip((None, *wanted), _in_turns(modes, AGAIN_TURNS), strict=True):
+            rounds[shape] = rounds.get(shape, []) + more
+    return _step_times(trial.batch, rounds, (plain.prefill_s, drafting.prefill_s))
+
+
+def _step_times(
+    batch: int, rounds: Mapping[DraftShape | None, list[Parts]], prefill_s: tuple[float, float]
+) -> StepTimes:
+    plain = replace(_median(rounds[None]), draft_s=0.0)
+    drafts: dict[int, dict[int, list[Parts]]] = {}  # by top_k and num_steps
+    verifies: dict[str, dict[int, list[Parts]]] = {}  # by kind and nodes
+    names: dict[tuple[str, int], str] = {}
     for shape, parts in rounds.items():
-        drafts.setdefault((shape.num_steps, shape.top_k), []).extend(parts)
-        verifies.setdefault(verified(shape), []).extend(parts)
+        if shape is not None:
+            drafts.setdefault(shape.top_k, {}).setdefault(shape.num_steps, []).extend(parts)
+            kind = "chain" if shape.is_chain else f"tree {shape.num_steps == 1}"
+            verifies.setdefault(kind, {}).setdefault(shape.num_draft_tokens, []).extend(parts)
+            names[kind, shape.num_draft_tokens] = verified(shape)
     return StepTimes(
-        trial.batch,
-        replace(_median(plain_rounds), draft_s=0.0),
-        {key: _median(found).draft_s for key, found in drafts.items()},
-        {key: (_median(found).verify_s, _median(found).other_s) for key, found in verifies.items()},
-        (plain.prefill_s, drafting.prefill_s),
+        batch,
+        plain,
+        {(depth, k): one for k, found in drafts.items() for depth, one in _rising(found, "draft_s").items()},
+        {
+            names[kind, nodes]: (max(verify, plain.verify_s), _median(found[nodes]).other_s)
+            for kind, found in verifies.items()
+            for nodes, verify in _rising(found, "verify_s").items()
+        },
+        prefill_s,
     )
+
+
+def _rising(rounds: Mapping[int, Sequence[Parts]], part: str) -> dict[int, float]:
+    """Returns the median of a part by size, levelled so that it nowhere falls: neighbours that fall share their mean,
+    weighted by their rounds (isotonic regression by pooling adjacent violators; Ayer et al., 1955)."""
+    pools: list[tuple[float, int, list[int]]] = []
+    for size in sorted(rounds):
+        value, weight, sizes = median(getattr(one, part) for one in rounds[size]), len(rounds[size]), [size]
+        while pools and pools[-1][0] > value:
+            before, heavy, others = pools.pop()
+            value = (before * heavy + value * weight) / (heavy + weight)
+            weight, sizes = heavy + weight, others + sizes
+        pools.append((value, weight, sizes))
+    return {size: value for value, _, sizes in pools for size in sizes}
 
 
 def measure_draft_times(

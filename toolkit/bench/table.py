@@ -13,7 +13,17 @@ from rich.text import Text
 from toolkit.bench.definitions import OTHERS, RATE
 from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.records import RecordError
-from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, headline_row, is_faster, is_slower, shape_text
+from toolkit.bench.rows import (
+    ALL,
+    HEAD_ALONE,
+    best_row,
+    head_row,
+    headline_row,
+    is_faster,
+    is_slower,
+    lookup_row,
+    shape_text,
+)
 from toolkit.infer.request.draft_tree import ADAPTIVE
 
 WIDTH_WITHOUT_TERMINAL = 122
@@ -162,23 +172,29 @@ def cost_line(record: dict[str, Any]) -> str:
 
 def outcome_line(record: dict[str, Any]) -> str:
     """Return what a user gets, in plain sentences: how fast `toolkit serve` is as it starts, against plain decoding."""
-    headline, best = headline_row(record), best_row(record)
+    headline, best, beside = headline_row(record), head_row(record), lookup_row(record)
     if headline["speedup"] is None or best["speedup"] is None:
         return ""
-    adaptive = headline["shape"] == ADAPTIVE
-    name = "Adaptive drafting, as `toolkit serve` starts," if adaptive else f"Drafting a {shape_name(headline)}"
+    serve = "as `toolkit serve` starts,"
+    name = f"Adaptive drafting, {serve}" if headline["shape"] == ADAPTIVE else f"Drafting a {shape_name(headline)}"
+    name = name if beside is None else "The head alone"
     speeds = f"{headline['tokens_per_s']:.1f} tokens/s where plain decoding writes {headline['plain_tokens_per_s']:.1f}"
-    first = f"{name} writes {speeds}: {headline['speedup']:.2f}x."
+    first = f"{name} writes {speeds}: {headline['speedup']:.2f}x"
+    if beside is not None:
+        first += f"; with lookup beside it, {serve} {beside['tokens_per_s']:.1f}: {beside['speedup']:.2f}x"
+    first += "."
     if forced_text(record):
         return first
     if not is_faster(best):
+        if beside is not None and is_faster(beside):
+            return f"{first} The gain is lookup's, which needs no head (--draft ngram)."
         others = "a trained head" if headline["method"] == "ngram" else "n-gram lookup (--draft ngram), longer training"
         return f"{first} No setting is faster than plain decoding here. What may help: {others}, or another machine."
-    if round(best["speedup"], 2) > round(headline["speedup"], 2):
-        other = f"Drafting a {shape_name(best)} in every step (--shape {shape_text(best)})"
-        if mode_name(best) == HEAD_ALONE:
-            other = "Adaptive drafting by the head alone (--no-lookup)"
-        return f"{first} {other} is faster here: {best['speedup']:.2f}x."
+    if beside is not None and round(headline["speedup"], 2) > round(beside["speedup"], 2):
+        first += " Lookup costs time here (--no-lookup)."
+    if round(best["speedup"], 2) > max(round(one["speedup"], 2) for one in (headline, beside) if one):
+        first += f" Drafting a {shape_name(best)} in every step (--shape {shape_text(best)}) is faster here: "
+        first += f"{best['speedup']:.2f}x."
     return first
 
 
@@ -189,8 +205,13 @@ def forced_text(record: dict[str, Any], lead: str = "") -> str:
 
 
 def shape_name(row: dict[str, Any]) -> str:
-    """Return the row's `mode_name`, with " (forced)" if acceptance was."""
-    return mode_name(row) + ("" if row.get("forced_accept_length") is None else " (forced)")
+    """Return the row's `mode_name`, with its lookup if that was measured on and off, and " (forced)" if acceptance
+    was."""
+    return (
+        mode_name(row)
+        + (" with lookup" if row.get("lookup") else "")
+        + ("" if row.get("forced_accept_length") is None else " (forced)")
+    )
 
 
 def mode_name(row: dict[str, Any]) -> str:

@@ -92,8 +92,8 @@ def _measured(measured: Any) -> str:
 def _cell(row: Mapping[str, Any], name: str) -> str:
     """A cell of a row. draft: adaptive, chain or tree; of adaptive drafting the numbers are its largest tree's."""
     value = row.get("shape" if name == "draft" else name)
-    if name == "draft" and row.get("lookup") is False:
-        return f"{value}, no lookup"
+    if name == "draft" and "lookup" in row:
+        return f"{value}, {'with' if row['lookup'] else 'no'} lookup"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_number(one) for one in value)}]"
     return _number(value)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer --prompt, or hold a conversation until /quit."""
     from toolkit.infer.load.load_engine import closing
 
-    loaded = load_from(args, args.temperature, max_running_requests=1)
+    loaded = load_from(args, max_running_requests=1)
     with closing(loaded):
         converse(args, loaded)
     return 0

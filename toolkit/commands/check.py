@@ -3,58 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
-from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.pipeline.launch import set_threads
 
-HELP = "test a draft head on its target: files, settings, and that decoding with it is lossless"
-PROMPTS, MAX_TOKENS = 16, 32
-RENAMED = {"prompts": "limit", "json": "out"}  # old names of options, refused with the new ones
+HELP = "test a draft head on its target: files, settings, acceptance, and that decoding with it is lossless"
 ENGINE = ("draft", "target", "revision", "token_map", "quantization", "device", "chat_template")
 DRAFT_HELP = (
     "the head to check: a draft directory, another project's head (a directory or a hub id), or native (the MTP module "
     "in the checkpoint of the target, given by `target`)"
 )
+PAGE = 120  # columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, ENGINE, draft=DRAFT_HELP, target="target model (default: the one that `draft` names)")
     parser.add_argument(
-        "--limit", type=int, default=PROMPTS, metavar="N", help=f"use N built-in prompts (default: {PROMPTS})"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=MAX_TOKENS, help=f"tokens of an answer at most (default: {MAX_TOKENS})"
+        "--quick", action="store_true", help="leave out the draws at temperature 1, which take most of the time"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a record of the findings, too")
-    for old in RENAMED:
-        parser.add_argument(f"--{old}", help=argparse.SUPPRESS)
     parser.epilog = (
-        "Target and head run in float32, where speculative decoding must write the tokens of plain decoding. The exit "
-        "status is 1 when a check fails."
+        "Target and head run in float32, where speculative decoding must write the tokens of plain decoding. "
+        "accept_length is compared with that of the run's measurement. The exit status is 1 when a check fails."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints each finding as soon as it is known."""
-    for old, new in RENAMED.items():
-        if getattr(args, old) is not None:
-            raise ArgumentsError(f"--{old} of `toolkit check` is --{new} now; give --{new} {getattr(args, old)}")
     set_threads()  # before torch loads
-    from toolkit.bench.check import check_record, findings, line, open_checked, title, verdict
-    from toolkit.bench.records import command_line, write_record
+    from toolkit.bench.check import FAILED, SKIPPED, findings
+    from toolkit.bench.records import command_line, make_record, write_record
 
+    rows = []
     with errors_with_flags():
         config = engine_config(args, dtype="float32")
-        head = open_checked(config, args.limit, args.max_tokens)
-        print(title(head, str(config.draft)), flush=True)
-        found = []
-        for name, finding in findings(head):
-            found.append((name, finding))
-            print(line(name, finding), flush=True)
-    text, passed = verdict(found)
-    print(text)
+        for name, found in findings(config, quick=args.quick):
+            rows.append({"check": name, "status": found.status, "detail": found.detail, **found.numbers})
+            begin = f"  {name:<19}  {found.status:<7}  "
+            print(
+                textwrap.fill(found.detail, PAGE, initial_indent=begin, subsequent_indent=" " * len(begin)), flush=True
+            )
+    failed = [row["check"] for row in rows if row["status"] == FAILED]
+    skipped = sum(row["status"] == SKIPPED for row in rows)
+    passed = f"passed: {len(rows) - skipped} checks" + (f", {skipped} skipped" if skipped else "")
+    print(f"FAILED: {', '.join(failed)}" if failed else passed)
     if args.out is not None:
-        write_record(args.out, check_record(head, str(config.draft), found, command_line()))
-    return 0 if passed else 1
+        settings = {"draft": str(config.draft), "quick": args.quick}
+        write_record(args.out, make_record("check", command_line(), settings, rows, passed=not failed))
+    return 1 if failed else 0

@@ -15,7 +15,7 @@ from toolkit.infer.load.config import ConfigError, EngineConfig, choices_of, val
 from toolkit.infer.load.options import RENAMED
 
 if TYPE_CHECKING:  # the parser is built without torch
-    from toolkit.infer.load.load_engine import LoadedEngine, Temperature
+    from toolkit.infer.load.load_engine import LoadedEngine
 
 OPTIONS = {field.name: field.metadata for field in dataclasses.fields(EngineConfig)}
 
@@ -63,14 +63,12 @@ def engine_config(args: argparse.Namespace, **options: Any) -> EngineConfig:
     return EngineConfig(**{**options, **{name: value for name, value in vars(args).items() if name in OPTIONS}})
 
 
-def load_from(args: argparse.Namespace, temperature: Temperature = 0.0, **options: Any) -> LoadedEngine:
-    """Load the engine that the arguments describe. temperature: of most requests.
-
-    Raises ValueError with a message for the user."""
+def load_from(args: argparse.Namespace, **options: Any) -> LoadedEngine:
+    """Load the engine that the arguments describe. Raises ValueError with a message for the user."""
     from toolkit.infer.load.load_engine import load_engine
 
     with errors_with_flags():
-        return load_engine(engine_config(args, **options), temperature)
+        return load_engine(engine_config(args, **options))
 
 
 @contextlib.contextmanager

@@ -63,7 +63,10 @@ def next_steps(job: Run) -> str:
         kept = [one for one in job.overrides if not one.startswith(tuple(one.partition("=")[0] + "=" for one in new))]
         lines.append(f"  toolkit bench acceptance --draft ngram {target}   # drafts without a head")
         lines.append(f"  toolkit run {shlex.join([str(job.recipe_path), *kept, *new])}   # longer training")
-        lines.append(f"  toolkit serve {target}   # plain decoding")
+        rows = [row for row in measured.get("rows", ()) if row["shape"] == "adaptive" and row.get("lookup")]
+        pays = any(round(row["speedup"] or 0, 2) > 1 for row in rows)
+        how = f"--draft ngram {target}   # lookup alone" if pays else f"{target}   # plain decoding"
+        lines.append(f"  toolkit serve {how}")
     else:
         shape = "" if chosen == "adaptive" else f" --shape {chosen}"
         lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]

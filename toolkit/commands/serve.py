@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.load_engine import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.request_params import DefaultSampling, default_temperature
+    from toolkit.infer.server.request_params import DefaultSampling
 
     if not 0 <= args.log_interval < math.inf:
         raise ServerSettingsError(
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check and (status := check_first(args)):
             logger.error("the server does not start, as `toolkit check` failed")
             return status
-        loaded = load_from(args, default_temperature)
+        loaded = load_from(args)
         loaded.engine.keep_pace(CHUNK_S)
         defaults = DefaultSampling.of(loaded.target)
         served = Served(
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_first(args: argparse.Namespace) -> int:
-    """Run `toolkit check` in a process of its own, whose memory is free afterwards. Returns its status.
+    """Run `toolkit check --quick` in a process of its own, whose memory is free afterwards. Returns its status.
 
     A server without a head has nothing to check: 0."""
     draft = served_head(engine_config(args))
@@ -147,7 +147,7 @@ def check_first(args: argparse.Namespace) -> int:
         return 0
     given = [("draft", draft), *((name, getattr(args, name)) for name in CHECKED if hasattr(args, name))]
     options = [word for name, value in given for word in (flag_of(name), str(value))]
-    return subprocess.run([sys.executable, "-m", "toolkit", "check", *options]).returncode
+    return subprocess.run([sys.executable, "-m", "toolkit", "check", "--quick", *options]).returncode
 
 
 def served_head(config: EngineConfig) -> str | None:

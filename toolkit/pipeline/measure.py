@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.bench.acceptance import ONE_BY_ONE, adaptive_limit, check_forced, measure_acceptance, measured_summary
+from toolkit.bench.check import open_checked
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
-from toolkit.bench.rows import headline_row, is_slower
+from toolkit.bench.rows import headline_row, is_slower, lookup_row
 from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import (
     count_of,
@@ -19,16 +23,19 @@ from toolkit.bench.table import (
     print_definitions,
     shape_name,
     share_text,
+    times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.jsonl import DataError
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
@@ -52,7 +59,8 @@ def measure_stage(run: Run) -> str:
     asked: Any = {"seed": run.recipe.seed, "config": engine}
     record = _measure(target, draft, run.recipe.bench, keep=run.folder / ROUNDS, **asked)
     init = {"init": draft.meta["init"]} if "init" in draft.meta else {}  # with accept_length before and after
-    write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)} | init)
+    measured = measured_summary(record) | {"outcome": outcome_line(record)} | init
+    write_json(ckpt / "measured.json", measured)
     write_record(run.folder / ACCEPTANCE, record)
     if run.recipe.prompts.sources and run.recipe.bench.prompts is None:
         say("Measured on the built-in prompts, not on prompts.sources; bench.prompts names your own.")
@@ -65,17 +73,27 @@ def measure_stage(run: Run) -> str:
         other = _measure(target, draft, wanted, keep=rounds, **asked)
         write_record(out, other)
         print_acceptance(other)
+    del target, draft
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        write_json(ckpt / "measured.json", measured | {"check": open_checked(EngineConfig(draft=ckpt)).reference})
+    except (torch.OutOfMemoryError, DataError) as error:  # the target in float32; or prompts longer than its context
+        say(f"`toolkit check` has nothing to compare this head with: {error}")
     return headline(record)
 
 
 def headline(record: dict[str, Any]) -> str:
-    """The measurement in one line: what `toolkit serve` does as it starts."""
-    row = headline_row(record)
+    """The measurement in one line: the head alone, and what lookup adds to it."""
+    row, beside = headline_row(record), lookup_row(record)
     speed = "" if row["speedup"] is None else f", {row['speedup']:.2f}x plain decoding"
     slower = " (slower)" if is_slower(row) else ""
+    if beside is not None:
+        slower += f"; with lookup {length_text(beside)}, {times(beside['speedup'])}"
     share = f"{share_text(row['drafted_share'])} of the steps drafted, " if row["shape"] == ADAPTIVE else ""
+    name = shape_name(row) if beside is None else "the head alone"
     return (
-        f"{shape_name(row)}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
+        f"{name}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
         f"{row['temperature']:g}, {count_of(row['verify_steps'], 'verify step')})"
     )
 
@@ -109,9 +127,10 @@ def measure_head(
     adaptive: DraftShape | bool = wanted.adaptive
     found = None
     if searched and isinstance(draft, DraftCheckpoint):
-        found = search_of(draft, config, target, wanted.temperature)
-    if found is not None and found.best:
-        best, adaptive = found.shape(config.max_running_requests), found.largest
+        found = search_of(draft, config, target)
+    kind = SAMPLED if wanted.temperature else GREEDY
+    if found is not None and kind in found.best:
+        best, adaptive = found.shape(config.max_running_requests, kind), found.largest
         say(f"The shapes are those of {config.draft}/{SEARCH} for batch {config.max_running_requests}:")
         say(f"adaptive up to {adaptive.as_text()}, and {best.as_text()} in every step.")
         wanted = replace(wanted, shapes=(ADAPTIVE, best.as_text()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from toolkit.bench.forecast import Surface, forecast_surface, shapes_of
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
 from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
-from toolkit.bench.step_times import covering_shapes, measure_step_times, rounds_of
+from toolkit.bench.step_times import AGAIN_TURNS, StepTimes, covering_shapes, measure_step_times, rounds_of
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
@@ -146,7 +147,7 @@ def search_settings(
     for batch in batches:
         own = trial.at_batch(batch)
         with schedule.stage(f"step times at batch {batch}", "round") as show:
-            times = measure_step_times(own, surface.shapes(), texts, show)
+            times = measure_step_times(own, surface.shapes(), texts, partial(_finalists, surface, objective), show)
         predictions = predict(surface, times)
         chosen = finalists(predictions, objective)
         with schedule.stage(f"end to end at batch {batch}", "answer") as show:
@@ -161,13 +162,20 @@ def search_settings(
     return surface, rows, best, known
 
 
+def _finalists(surface: Surface, objective: Objective, times: StepTimes) -> list[DraftShape]:
+    return [one.shape for one in finalists(predict(surface, times), objective) if one.shape is not None]
+
+
 def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int, batches: Sequence[int]) -> list[int]:
     """About how many rounds each stage of a search takes: those of the forecast, and two stages for each batch size."""
     timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
     found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
-    ended = 2 + FINALISTS + 2 * (PASSES - 1)  # passes over the prompts, by a setting each
+    ended = (2 + FINALISTS) * PASSES  # passes over the prompts at most, by a setting each
     for batch in batches:
-        found += [rounds_of(1 + len(timed)), ended * ceil(answers / batch) * max_tokens]
+        found += [
+            rounds_of(1 + len(timed)) + rounds_of(1 + FINALISTS, AGAIN_TURNS),
+            ended * ceil(answers / batch) * max_tokens,
+        ]
     return found
 
 

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import fields
 
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.search_file import GREEDY, kind_of_requests
+from toolkit.infer.load.search_file import kind_of_requests
 
 
 def uses_of(config: EngineConfig, temperature: float, server_temperature: float, largest: int) -> str:
@@ -16,23 +16,20 @@ def uses_of(config: EngineConfig, temperature: float, server_temperature: float,
     largest: the largest batch size that was searched.
     """
     flags, asked = _flags(config), f" --temperature {temperature:g}" if temperature else ""
-    kind, served = (kind_of_requests(one, config.verify) for one in (temperature, server_temperature))
-    serve = f"  toolkit serve{flags}"
-    starts = [f"  toolkit chat{flags}{asked}", f"  toolkit bench acceptance{flags}{asked} --batch {largest}"]
-    if kind == served:
-        more = f"    (adaptive drafting with the measured times while more than {largest} requests run)"
-        return "\n".join([f"what was found for {kind} requests is used by", serve, more, *starts])
-    what = "greedy" if served == GREEDY else f"sampled at temperature {server_temperature:g}"
-    return "\n".join(
-        [
-            f"what was found for {kind} requests is used by",
-            *starts,
-            f"a server takes requests as {what} unless they say otherwise, so it uses the measured times alone;",
-            "search for its requests before it:",
+    lines = [
+        f"what was found for {kind_of_requests(temperature, config.verify)} requests is used by",
+        f"  toolkit serve{flags}",
+        f"    (for such requests; adaptive drafting with the measured times while more than {largest} requests run)",
+        f"  toolkit chat{flags}{asked}",
+        f"  toolkit bench acceptance{flags}{asked} --batch {largest}",
+    ]
+    if temperature == 0 and server_temperature:
+        lines += [
+            f"requests that state no temperature are sampled at {server_temperature:g} here, and drafted adaptively; "
+            "search for them too:",
             f"  toolkit search{flags} --temperature {server_temperature:g}",
-            serve,
         ]
-    )
+    return "\n".join(lines)
 
 
 def _flags(config: EngineConfig) -> str:

@@ -27,7 +27,7 @@ from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.head_snapshot import training_record
 from toolkit.train.init_head import continued_head, with_head_settings
-from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
+from toolkit.train.metric_rows import RecentSteps, StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import (
@@ -106,7 +106,7 @@ class Trainer:
             run_name=recipe.name,
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
-        self.clock = StepClock(self.target.device)
+        self.clock, self.recent = StepClock(self.target.device), RecentSteps()
         self._limited = thread_limit(self.target.device, self.accelerator.num_processes, changing=not same_bits)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
@@ -237,9 +237,7 @@ class Trainer:
         self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
             best = f", forecast {position.best_forecast:.2f}" if position.best_forecast else ""
-            bar.update(
-                1, f"first draft: loss {row['loss_by_step'][0]:.2f}, accuracy {row['accuracy_by_step'][0]:.2f}{best}"
-            )
+            bar.update(1, self.recent.text(row) + best)
         last, settings = done == self.steps, self.settings.evaluation
         forecast = last or due(done, settings.eval_every)
         real = settings.real_every is not None and (last or due(done, settings.real_every))

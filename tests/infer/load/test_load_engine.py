@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
-from toolkit.checkpoint.draft_dir import DraftDirError
+from toolkit.checkpoint.draft_dir import DraftDirError, load_draft
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_draft import depth_warning
 from toolkit.infer.load.load_engine import graph_settings, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
@@ -55,6 +56,15 @@ def test_a_given_shape_is_drafted_as_it_is(draft):
         assert isinstance(opened.engine.drafter, AdaptiveDrafter) == opened.adaptive == adapts
         assert opened.shape_name.startswith("adaptive up to chain") == adapts
         opened.engine.close()
+
+
+def test_the_depth_warning_quotes_the_heads_own_depths(draft):
+    """Lookup drafts up to 15 tokens where the text repeats itself: its rates rise with depth."""
+    head = {"shape": "adaptive", "lookup": False, "accept_rate": [0.3, 0.2, 0.1]}
+    both = {"shape": "adaptive", "lookup": True, "accept_rate": [0.43, 0.44, 0.63, 0.81]}
+    opened = load_draft(draft)
+    opened.meta |= {"training": {"unroll": {"ttt_steps": 2}}, "measured": {"rows": [head, both]}}
+    assert "(measured with it: 30 20 10 % at depth 1, 2, ..)" in depth_warning(opened, DraftShape.chain(4))
 
 
 def test_no_draft_keeps_the_target(draft):

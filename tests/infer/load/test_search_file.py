@@ -59,7 +59,7 @@ def searched(draft, tiny_target_directory):
 
 
 def found_of(best, times=()) -> Found:
-    return Found({int(size): one for size, one in best.items()}, times)
+    return Found({"greedy": {int(size): one for size, one in best.items()}}, times)
 
 
 def log_of(caplog, monkeypatch) -> None:
@@ -90,12 +90,13 @@ def test_times_of_the_shapes_to_choose_from():
 
 
 def test_an_engine_starts_from_what_was_found(searched):
-    """In every step the shape of its batch size; adaptively any shape up to the largest one found."""
+    """In every step the shape of its batch size; adaptively any shape up to the largest one found, and for sampled
+    requests, which were not searched, up to the chain of 4 that they have without a search."""
     draft = searched()
     for options, shape in (
         ({"adaptive": False, "max_running_requests": 2}, "2,4,6"),
         ({"adaptive": False, "max_running_requests": 8}, "3,1,4"),
-        ({}, "3,8,8"),
+        ({}, "4,8,8"),
         ({"shape": "2,2,4"}, "2,2,4"),
     ):
         opened = load_engine(EngineConfig(draft=draft, **options))
@@ -107,51 +108,18 @@ def test_an_engine_starts_from_what_was_found(searched):
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "shape", "adaptive"),
-    [
-        (("2,4,6", "2,4,6"), {}, "2,4,6", False),
-        (("2,4,6", "2,4,6"), {"max_running_requests": 8}, "3,8,8", True),
-        (("2,4,6", "2,4,6"), {"adaptive": True}, "3,8,8", True),
-        (("2,4,6", "3,1,4"), {}, "3,8,8", True),
-        (("2,4,6", "3,1,4"), {"max_running_requests": 1}, "2,4,6", False),
-        (("2,4,6", "adaptive"), {}, "3,8,8", True),
-        (("plain", "plain"), {}, None, False),
-        (("plain", "plain"), {"adaptive": True}, "3,8,8", True),
-        (("plain", "plain"), {"shape": "2,1,3"}, "2,1,3", False),
-    ],
-)
-def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, settings, options, shape, adaptive):
-    """Adaptive drafting that lost at every batch size would be slower than what was found. A batch larger than those
-    that were searched has no winner: there it is adaptive."""
-    draft = searched()
-    found = read_json(draft / "search.json")
-    for size, setting in zip(("1", "4"), settings, strict=True):
-        found["found"]["greedy"][size]["setting"] = setting
-    write_json(draft / "search.json", found)
-    log_of(caplog, monkeypatch)
-    opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
-    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
-    opened.engine.close()
-    assert opened.adaptive == adaptive and (opened.shape and opened.shape.as_text()) == shape
-    assert (opened.draft is None) == (shape is None)
-    assert len(request.output_ids) == 8 and (shape or not any(event.offered for event in request.events))
-    started = {"2,4,6": "every step drafts 2,4,6", None: "nothing is drafted"}.get(shape, "")
-    assert started in caplog.text
-
-
-@pytest.mark.parametrize(
     ("settings", "options", "winners"),
     [
         (("2,4,6", "3,1,4"), {}, {1: "2,4,6", 4: "3,1,4"}),
+        (("2,4,6", "3,1,4"), {"max_running_requests": 1}, {1: "2,4,6"}),
         (("2,4,6", "plain"), {"max_running_requests": 3}, {1: "2,4,6", 4: "plain"}),
         (("2,4,6", "adaptive"), {"max_running_requests": 9}, {1: "2,4,6", 4: "adaptive", 9: "adaptive"}),
         (("plain", "plain"), {"max_running_requests": 8}, {1: "plain", 4: "plain", 8: "adaptive"}),
         (("plain", "plain"), {"lookup": True}, {1: "plain", 4: "plain"}),
         (("2,4,6", "3,1,4"), {"adaptive": True}, None),
-        (("adaptive", "adaptive"), {}, None),
     ],
 )
-def test_winners_that_differ_are_drafted_by_running_rows(searched, caplog, monkeypatch, settings, options, winners):
+def test_winners_are_drafted_by_running_rows(searched, caplog, monkeypatch, settings, options, winners):
     """`toolkit search` without --batch finds the winner of one row; a server of 16 rows uses it while one runs."""
     draft = searched()
     found = read_json(draft / "search.json")
@@ -162,7 +130,10 @@ def test_winners_that_differ_are_drafted_by_running_rows(searched, caplog, monke
     opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
     request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     opened.engine.close()
-    assert opened.adaptive and opened.shape == DraftShape(3, 8, 8)
+    assert opened.adaptive and opened.shape == DraftShape(4, 8, 8), (
+        "the largest found, and a chain of 4 without a search"
+    )
+    winners = winners and {"greedy": winners}
     assert isinstance(opened.engine.drafter.chooser, SearchedShape) == (winners is not None)
     assert opened.winners == (winners or {})
     if winners is not None:
@@ -173,33 +144,41 @@ def test_winners_that_differ_are_drafted_by_running_rows(searched, caplog, monke
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "verify", "says"),
+    ("verify", "found", "offered"),
     [
-        ("greedy", 0.0, "block", None),
-        ("greedy", 0.7, "auto", "requests greedy, here sampled, verify target"),
-        ("sampled, verify target", 1.0, "auto", None),
-        ("sampled, verify target", 0.0, "auto", "requests sampled, verify target, here greedy"),
-        ("sampled, verify target", 0.7, "block", "requests sampled, verify target, here sampled, verify block"),
-        ("greedy", lambda target: 1.0, "target", "requests greedy, here sampled, verify target"),
+        ("auto", ["greedy"], ({5}, None)),
+        ("auto", ["greedy", "sampled, verify target"], ({5}, {2})),
+        ("block", ["greedy", "sampled, verify target"], (None, None)),
+        ("auto", ["sampled, verify target"], (None, {2})),
     ],
 )
-def test_settings_hold_for_greedy_or_for_sampled_requests(searched, caplog, monkeypatch, made, asked, verify, says):
-    """Sampled requests lose drafts: what is best for one kind may lose for the other. Costs differ little, so for the
-    other kind adaptive drafting knows them in its first round, with the shapes it has without a search."""
-    draft = searched(CHEAP | {"drafts": {"2,1": 0.01}, "verifies": {"chain,3": 1.01}})
-    found = read_json(draft / "search.json")
-    entries = {"1": found["found"]["greedy"]["1"] | {"setting": "2,1,3", "adaptive_shape": "2,1,3"}}
-    write_json(draft / "search.json", found | {"found": {made: entries}})
+def test_each_request_has_the_setting_of_its_kind(searched, caplog, monkeypatch, verify, found, offered):
+    """Sampled requests lose drafts: what is best for one kind may lose for the other. One engine has both, by the
+    request's own temperature. None: adaptive drafting, which is made to draft nothing. A rule that needs chains takes
+    no trees of a greedy search."""
+    monkeypatch.setattr(AdaptiveShape, "choose", lambda self, requests, lookup=(): None)
+    draft = searched()
+    held = read_json(draft / "search.json")
+    greedy = held["found"]["greedy"]["1"]
+    kinds = {"greedy": greedy, "sampled, verify target": greedy | {"setting": "2,1,3"}}
+    write_json(draft / "search.json", held | {"found": {kind: {"1": kinds[kind]} for kind in found}})
     log_of(caplog, monkeypatch)
-    again = load_engine(EngineConfig(draft=draft, max_running_requests=1, verify=verify), asked)
-    request = again.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
-    again.engine.close()
-    assert again.adaptive == (says is not None)
-    assert request.events[0].offered > 0, "without times the first rounds are plain"
-    if says:
-        assert again.shape == DraftShape.chain(4)
-        assert f"settings in {draft}/search.json are not used, since it was made with {says}" in caplog.text
-        assert "adaptive drafting starts from the times in search.json" in caplog.text
+    opened = load_engine(EngineConfig(draft=draft, max_running_requests=1, verify=verify, lookup=False))
+    for temperature, wanted in zip((0.0, 0.7), offered, strict=True):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=temperature, seed=1)
+        request = opened.engine.generate([[5, 6, 7]], params)[0]
+        assert {event.offered for event in request.events} == (wanted or {0})
+    opened.engine.close()
+    assert (f"has no settings for requests sampled, verify {verify}" in caplog.text) == (verify == "block")
+
+
+def test_rows_of_both_kinds_are_drafted_adaptively_where_their_settings_differ(searched):
+    known = found_of(BEST, [CHEAP]).arm_times(DraftShape(3, 8, 8))
+    greedy, sampled = Request([1], SamplingParams()), Request([1], SamplingParams(temperature=1.0))
+    winners = {"greedy": {2: "2,4,6"}, "sampled": {2: "plain"}}
+    chooser = SearchedShape(DraftShape(3, 8, 8), known, winners)
+    assert chooser.choose([greedy, greedy]) == DraftShape(2, 4, 6) and chooser.choose([sampled]) is None
+    assert chooser.choose([greedy, sampled]) == AdaptiveShape(DraftShape(3, 8, 8), known).choose([greedy, sampled])
 
 
 def test_searches_of_other_kinds_and_batch_sizes_are_kept(searched, caplog, monkeypatch):
@@ -299,7 +278,7 @@ def test_other_weights_lose_their_search(searched, tiny_draft, tmp_path):
     meta = {"target": opened.meta["target"]}
     save_draft(draft, opened.head.state_dict(), opened.head.config, opened.token_map, meta)
     assert "search" in load_draft(draft).meta
-    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 8, 8)
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(4, 8, 8)
     tensors = load_tensors(draft / "model.safetensors")
     save_tensors(draft / "model.safetensors", tensors | {"norm.weight": tensors["norm.weight"] + 1})
     assert load_engine(EngineConfig(draft=draft)).shape == DraftShape.chain(4)

@@ -22,7 +22,7 @@ from toolkit.infer.request.request import Request, VerifyEvent
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.live_rates import LiveRates, Rates, Sample
 from toolkit.infer.server.metric_series import PREFIX, SERIES
-from toolkit.infer.server.monitoring import PAGE
+from toolkit.infer.server.monitoring import PAGE, line_of
 from toolkit.infer.server.request_params import DefaultSampling
 from toolkit.infer.server.server_metrics import ServerMetrics
 from toolkit.infer.server.server_settings import ServerSettings
@@ -129,17 +129,36 @@ def test_a_cut_answer_counts_to_its_end():
     assert not metrics._followed
 
 
+def test_plain_steps_are_counted_beside_those_that_drafted():
+    """Of ten steps one drafts: an accept_length of 3 is a tenth of the story."""
+    metrics, answer = ServerMetrics(lambda: IDLE, lambda: 0), Answer(None)
+    request = Request([1, 2], SamplingParams(max_tokens=20))
+    metrics.sample(0.0)
+    metrics.follow(request, answer)
+    request.events[:] = [VerifyEvent(4, 4, 2, 3, False, 0, 0, 0, 1), *9 * [VerifyEvent(0, 0, 0, 1, False, 0, 0, 0, 1)]]
+    answer.n_tokens = 13
+    metrics.sample(1.0)
+    assert [metrics.counts[f"{name}_total"] for name in ("decode_steps", "plain_steps", "decoded_tokens")] == [
+        10,
+        9,
+        12,
+    ]
+    assert metrics.rates.latest[2:] == pytest.approx((3, 0.5, 0.1, 1.2))
+    assert "accept_length 3.00 in 10% of the steps, 1.20 tokens a step" in line_of(metrics, metrics.rates.latest)
+
+
 def test_rates_of_the_last_seconds():
     """Ten seconds back, or to the start; idle seconds bring the speed down, and leave the accept length unknown."""
     rates = LiveRates()
-    assert rates.latest == Rates(0, 0.0, None, None)
+    assert rates.latest == Rates(0, 0.0, None, None, None, None)
     for second in range(31):
         busy = min(second, 15)
-        rates.add(Sample(float(second), 20 * busy, 5 * busy, 15 * busy, 20 * busy, 10 * busy))
-        rates.add(Sample(second + 0.1, 20 * busy, 5 * busy, 15 * busy, 20 * busy, 10 * busy))
+        counts = [one * busy for one in (20, 5, 15, 20, 10, 10, 4, 19)]  # of ten steps four are plain, and one is cut
+        rates.add(Sample(float(second), *counts))
+        rates.add(Sample(second + 0.1, *counts))
         if second == 5:
             assert rates.latest.tokens_per_s == pytest.approx(100 / 5.1)
-            assert (rates.latest.accept_length, rates.latest.accept_rate) == (3, 0.5)
+            assert rates.latest[2:] == pytest.approx((3, 0.5, 0.6, 1.9))
     assert rates.latest.tokens == 0 and rates.latest.accept_length is None
     history = list(rates.history())
     assert len(history) <= 32 and history[-1][0] == 0 and history[0][0] > 28
@@ -181,7 +200,10 @@ def test_the_log_line(scene, caplog, monkeypatch):
     assert not lines()
     scene.engine.step_seconds = 0.01
     scene.ask(max_tokens=100)
-    pattern = r"\d running, 0 waiting, 0 tokens \(0% of the cache\), accept_length 3\.00, \d+\.\d tokens/s"
+    pattern = (
+        r"\d running, 0 waiting, 0 tokens \(0% of the cache\), accept_length 3\.00 in 100% of the steps, "
+        r"3\.00 tokens a step, \d+\.\d tokens/s"
+    )
     deadline = time.monotonic() + 5
     while not any(re.fullmatch(pattern, line) for line in lines()):  # an interval may end before the first verify step
         assert time.monotonic() < deadline, lines()

@@ -16,7 +16,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.load.search_file import Found
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.target import Target
@@ -126,7 +126,10 @@ def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: in
 
     measured.json has `best_shape`, and for adaptive drafting the largest one, `adaptive_shape`, if it was measured."""
     if search is not None and search.best:
-        return search.largest if adaptive else search.shape(batch)
+        if not adaptive:
+            return search.shape(batch)
+        others = [] if len(search.best) == 2 else [measured_shape(draft, adaptive, None, batch)]
+        return DraftShape.covering([search.largest, *others])  # a kind that was not searched may draft as ever
     if isinstance(draft, DraftCheckpoint) and "native" in draft.meta:
         return DraftShape.chain(3)  # SGLang's default for MTP modules
     measured: Any = draft.meta.get("measured") if isinstance(draft, DraftCheckpoint) else None
@@ -147,7 +150,8 @@ def depth_warning(draft: Draft, shape: DraftShape) -> str | None:
     if trained is None or shape.num_steps <= trained:
         return None
     measured: Any = draft.meta.get("measured") or {}
-    rates: Any = max((row.get("accept_rate") or () for row in measured.get("rows") or ()), key=len, default=())
+    own = [row for row in measured.get("rows") or () if row["shape"] != ADAPTIVE or row.get("lookup") is False]
+    rates: Any = max((row.get("accept_rate") or () for row in own), key=len, default=())
     by_depth = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates)
     fall = (
         f"measured with it: {by_depth} % at depth 1, 2, .." if by_depth else "`toolkit bench acceptance` shows how far"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,7 +49,6 @@ from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 
-Temperature = float | Callable[[Target], float]  # the function gives that of a loaded target
 WORKER = "toolkit.infer.load.worker_main"  # a module that imports this one
 
 
@@ -62,7 +61,7 @@ class LoadedEngine:
     draft: Draft | None
     shape: DraftShape | None
     adaptive: bool = False
-    winners: Mapping[int, str] = field(default_factory=dict)
+    winners: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def shape_name(self) -> str | None:
@@ -74,10 +73,8 @@ class LoadedEngine:
         return f"{'adaptive up to ' if self.adaptive else ''}{self.shape.name} ({self.shape.as_text()})"
 
 
-def load_engine(config: EngineConfig, temperature: Temperature = 0.0) -> LoadedEngine:
+def load_engine(config: EngineConfig) -> LoadedEngine:
     """Load target and draft and build the engine, in this process or as rank 0 of `tensor_parallel_size` processes.
-
-    temperature: see `build_engine`.
 
     The options are checked before processes start, and all that does not need the target's weights before these load.
     Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError, TokenMapError, EngineError, and
@@ -85,11 +82,11 @@ def load_engine(config: EngineConfig, temperature: Temperature = 0.0) -> LoadedE
     """
     config.check(device_of(config).type)
     if config.tensor_parallel_size == 1:
-        return load_rank(config, temperature=temperature)
+        return load_rank(config)
     driver = Driver(config.tensor_parallel_size, WORKER, config)
     try:
         with driver.working():
-            return load_rank(config, driver, temperature)
+            return load_rank(config, driver)
     except BaseException as error:
         driver.close()
         if isinstance(error, RankLostError):
@@ -97,9 +94,9 @@ def load_engine(config: EngineConfig, temperature: Temperature = 0.0) -> LoadedE
         raise
 
 
-def load_rank(config: EngineConfig, ranks: Ranks | None = None, temperature: Temperature = 0.0) -> LoadedEngine:
+def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
-    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks, temperature=temperature)
+    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks)
     if loaded.draft is not None and loaded.shape is not None and config.shape is not None:
         too_deep = depth_warning(loaded.draft, loaded.shape)
         if too_deep is not None:
@@ -113,39 +110,36 @@ def build_engine(
     draft: Draft | None = None,
     ranks: Ranks | None = None,
     forced: ForcedAcceptance | None = None,
-    temperature: Temperature = 0.0,
     *,
     short_lived: bool = False,
 ) -> LoadedEngine:
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
-    Without `shape` and `adaptive` it starts from what search.json found fastest, if that holds here. temperature: of
-    most requests; from a search of another kind of requests adaptive drafting takes the times alone. forced: see
-    Engine; only in a single process. short_lived: on a GPU record a round, or compile a kernel, at its first use and
-    not at the start. The options that choose and load the models are not read. Raises ConfigError for a value out of
-    range, and the errors of Engine.
+    Without `shape` and `adaptive` each request has what search.json found fastest for its kind, if that holds here; an
+    engine that records graphs has one setting, that of greedy requests if they were searched. forced: see Engine; only
+    in a single process. short_lived: on a GPU record a round, or compile a kernel, at its first use and not at the
+    start. The options that choose and load the models are not read. Raises ConfigError for a value out of range, and
+    the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
     check_deterministic(vars(config), target.device.type)
     graphs, memory, shape = graph_settings(config, target, draft), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
-    search, winners = None, dict[int, str]()
+    search, winners = None, dict[str, dict[int, str]]()
     if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
-        asked = temperature(target) if callable(temperature) else temperature
-        search = search_of(draft, config, target, asked)
+        search = search_of(draft, config, target)
     recorded = graphs is not None and config.cuda_graph_max_bs is None and search is not None and bool(search.best)
     if search is not None and config.adaptive is None and (adaptive or recorded):
         winners = search.winners(config.max_running_requests)
-        best = next(iter(winners.values())) if len(set(winners.values())) == 1 else None
-        if best == ADAPTIVE:
-            winners, adaptive, graphs = {}, True, None
-        elif best is not None and not (best == PLAIN and asked_for_lookup(config)):
-            adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"
-            logger.info("%s, the fastest at every batch size in %s; `adaptive` chooses in every step", what, SEARCH)
-            draft, shape = (None, None) if best == PLAIN else (draft, DraftShape.parse(best))
-        elif recorded:
-            winners = {}  # graphs have one shape: the fastest of the largest batch
+        if recorded:
+            best = set(winners[min(winners)].values())  # graphs have one shape: the fastest of the largest batch
+            winners = {}
+            if best == {ADAPTIVE}:
+                adaptive, graphs = True, None
+            elif best == {PLAIN} and not asked_for_lookup(config):
+                logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
+                draft = None
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive, search, config.max_running_requests)
     engine = (Engine if ranks is None else engine_of(ranks))(
@@ -172,7 +166,7 @@ def build_engine(
 
 
 def _start_from_search(
-    drafter: AdaptiveDrafter, known: Sequence[ArmTime], winners: Mapping[int, str], *, lookup: bool
+    drafter: AdaptiveDrafter, known: Sequence[ArmTime], winners: Mapping[str, Mapping[int, str]], *, lookup: bool
 ) -> None:
     if winners:
         drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=lookup))
@@ -182,9 +176,12 @@ def _start_from_search(
     logger.info("adaptive drafting starts from the times in %s", SEARCH)
 
 
-def by_rows(winners: Mapping[int, str]) -> str:
-    """Returns "1: 2,4,6; up to 4: plain; up to 16: adaptive"."""
-    return "; ".join(f"{'' if rows == 1 else 'up to '}{rows}: {what}" for rows, what in sorted(winners.items()))
+def by_rows(winners: Mapping[str, Mapping[int, str]]) -> str:
+    """Returns "greedy 1: 2,4,6; up to 4: plain; up to 16: adaptive"."""
+    return ", ".join(
+        f"{kind} " + "; ".join(f"{'' if rows == 1 else 'up to '}{rows}: {what}" for rows, what in sorted(sizes.items()))
+        for kind, sizes in winners.items()
+    )
 
 
 def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> tuple[Target, Draft | None]:

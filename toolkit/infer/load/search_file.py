@@ -4,7 +4,8 @@
     found: "greedy"               by kind of requests: they differ in the drafts that are lost and in the times
              "1", "4"             by batch size: the fastest setting, the limits for adaptive drafting, the times
 
-A search of another kind or batch size is added. For a kind that was not searched, the times of another kind are used.
+A search of another kind or batch size is added. Each request has the settings of its own kind. Those of a kind that
+was not searched are drafted adaptively, from the times of another kind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive import smaller_shapes
+from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
 from toolkit.infer.drafters.step_costs import ArmTime
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
@@ -28,45 +30,53 @@ from toolkit.weights import sha256_file
 
 logger = get_logger(__name__)
 
-SEARCH, GREEDY = "search.json", "greedy"
+SEARCH = "search.json"
 # Engine options that change times of rounds, or what is drafted.
 OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What search.json has for one kind of requests.
+    """What search.json has for an engine's requests.
 
-    best: by batch size; empty if this kind was not searched. times: by batch size, then perhaps of another kind.
+    best: by kind, GREEDY or SAMPLED, and batch size. times: by batch size, of a kind that was searched.
     """
 
-    best: Mapping[int, Mapping[str, Any]]
+    best: Mapping[str, Mapping[int, Mapping[str, Any]]]
     times: Sequence[Mapping[str, Any]]
 
-    def winners(self, batch: int) -> dict[int, str]:
+    def winners(self, batch: int) -> dict[str, dict[int, str]]:
         """Returns the fastest settings of an engine with at most `batch` rows: a shape as text, PLAIN or ADAPTIVE.
 
-        By the largest number of rows that they are for; with more rows than were searched, ADAPTIVE."""
-        found: dict[int, str] = {}
-        for size in sorted(self.best):
-            found[size] = str(self.best[size]["setting"])
-            if size >= batch:
-                return found
-        return {**found, batch: ADAPTIVE}
+        By kind and by the largest number of rows that they are for; with more rows than were searched, ADAPTIVE."""
+        found: dict[str, dict[int, str]] = {}
+        for kind, sizes in self.best.items():
+            upto = [size for size in sorted(sizes) if all(one < batch for one in sizes if one < size)]
+            found[kind] = {size: str(sizes[size]["setting"]) for size in upto}
+            if upto[-1] < batch:
+                found[kind][batch] = ADAPTIVE
+        return found
 
-    def shape(self, batch: int) -> DraftShape:
-        """Returns the fastest shape at the largest searched batch size up to `batch`, else at the smallest."""
-        size = max((one for one in self.best if one <= batch), default=min(self.best))
-        return DraftShape.parse(self.best[size]["shape"])
+    def shape(self, batch: int, kind: str | None = None) -> DraftShape:
+        """Returns the fastest shape at the largest searched batch size up to `batch`, else at the smallest.
+
+        kind: None: greedy requests, if they were searched."""
+        sizes = self.best[kind or min(self.best)]
+        size = max((one for one in sizes if one <= batch), default=min(sizes))
+        return DraftShape.parse(sizes[size]["shape"])
 
     @property
     def largest(self) -> DraftShape:
         """The smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
-        return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in self.best.values())
+        return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in self._entries)
 
     def arm_times(self, most: DraftShape) -> list[ArmTime]:
         """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
-        return arm_times(most, self.times, [DraftShape.parse(one["shape"]) for one in self.best.values()])
+        return arm_times(most, self.times, [DraftShape.parse(one["shape"]) for one in self._entries])
+
+    @property
+    def _entries(self) -> list[Mapping[str, Any]]:
+        return [one for sizes in self.best.values() for one in sizes.values()]
 
 
 def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
@@ -113,29 +123,37 @@ def merged(earlier: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[st
     return {**new, "found": found}
 
 
-def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0) -> Found | None:
-    """Returns what search.json found for these requests, or its times alone; the log says why it does not hold.
+def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> Found | None:
+    """Returns what search.json found; None without it, or if it was made under other conditions, which the log says.
 
-    temperature: of the requests. None without search.json, or if it was made under other conditions."""
+    Sampled requests have what was found by the engine's verify rule. One that needs chains takes no kind with trees."""
     search = draft.meta.get("search")
     if search is None:
         return None
     if differing := _differing(search, conditions(draft, config, target)):
         logger.info("%s/%s is not used, since it was made with %s", draft.path, SEARCH, differing)
         return None
-    kind, found = kind_of_requests(temperature, config.verify), search["found"]
-    like = min(found, key=lambda one: (one != kind, (one == GREEDY) != (kind == GREEDY)))
-    times = [one["times"] for one in found[like].values()]
-    if like != kind:
+    found, names = search["found"], {GREEDY: GREEDY, SAMPLED: kind_of_requests(1.0, config.verify)}
+    best = {
+        kind: {int(size): one for size, one in found[name].items()}
+        for kind, name in names.items()
+        if name in found and (config.verify in ("auto", "target") or _only_chains(found[name]))
+    }
+    for kind in names.keys() - best.keys():
         logger.info(
-            "the settings in %s/%s are not used, since it was made with requests %s, here %s",
+            "%s/%s has no settings for requests %s: `toolkit search%s` finds them",
             draft.path,
             SEARCH,
-            like,
-            kind,
+            names[kind],
+            "" if kind == GREEDY else " --temperature T",
         )
-        return Found({}, times)
-    return Found({int(size): one for size, one in found[kind].items()}, times)
+    timed = found[min(found)]
+    return Found(best, [one["times"] for one in timed.values()])
+
+
+def _only_chains(sizes: Mapping[str, Mapping[str, Any]]) -> bool:
+    shapes = [one[name] for one in sizes.values() for name in ("shape", "adaptive_shape")]
+    return all(DraftShape.parse(one).is_chain for one in shapes)
 
 
 def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -46,6 +46,11 @@ SERIES = {
     "completion_tokens_total": Series(
         "counter", "Tokens of answers", ("sglang:generation_tokens_total", "vllm:generation_tokens_total")
     ),
+    "decode_steps_total": Series("counter", "Steps of each request in which it decoded, drafted or not"),
+    "plain_steps_total": Series(
+        "counter", "Those of them in which nothing was drafted, which accept_length leaves out"
+    ),
+    "decoded_tokens_total": Series("counter", "Tokens of all these steps"),
     "verify_steps_total": Series(
         "counter",
         "Verify steps counted (with drafts, not truncated by the answer's end)",
@@ -82,6 +87,12 @@ SERIES = {
         "gauge",
         "Share of the verified drafted nodes that was accepted in the last seconds; absent if there was none",
         ("sglang:spec_accept_rate",),
+    ),
+    "drafted_share": Series(
+        "gauge", "Share of the decode steps that drafted in the last seconds; absent if there was none"
+    ),
+    "tokens_per_step": Series(
+        "gauge", "Mean tokens per decode step in the last seconds, plain steps included; absent if there was none"
     ),
     "tokens_per_second": Series(
         "gauge", "Tokens of answers per second, in the last seconds", ("sglang:gen_throughput",)

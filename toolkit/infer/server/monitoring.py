@@ -65,7 +65,7 @@ def status_of(metrics: ServerMetrics) -> dict[str, Any]:
     the counted verify steps since the start that offered i+1 drafted tokens, how many accepted them."""
     metrics.sample(time.perf_counter())
     counts = metrics.counts
-    steps = counts["verify_steps_total"]
+    steps, every = counts["verify_steps_total"], counts["decode_steps_total"]
     means = ("time_to_first_token_seconds", "time_per_output_token_seconds", "queue_seconds", "request_seconds")
     return {
         "now": metrics.rates.latest._asdict(),
@@ -73,6 +73,7 @@ def status_of(metrics: ServerMetrics) -> dict[str, Any]:
         "total": {
             **{name.removesuffix("_total"): counts[name] for name in UNLABELLED},
             "accept_length": counts["committed_tokens_total"] / steps if steps else None,
+            "tokens_per_step": counts["decoded_tokens_total"] / every if every else None,
             "requests": dict(metrics.finished),
         },
         "positions": [
@@ -108,10 +109,13 @@ async def _watch(metrics: ServerMetrics, log_interval_s: float) -> None:
 
 
 def line_of(metrics: ServerMetrics, rates: Rates) -> str:
-    """The log line of an interval. Without drafts it has no accept_length."""
+    """The log line of an interval. Without drafts it has no accept_length, which is of the steps that drafted alone."""
     load = metrics.load
     usage = load.request_tokens / load.capacity_tokens
-    acceptance = f"accept_length {rates.accept_length:.2f}, " if rates.accept_length is not None else ""
+    acceptance = ""
+    if rates.accept_length is not None:
+        acceptance = f"accept_length {rates.accept_length:.2f} in {rates.drafted_share:.0%} of the steps, "
+        acceptance += f"{rates.tokens_per_step:.2f} tokens a step, "
     return (
         f"{load.running} running, {load.waiting} waiting, {load.request_tokens} tokens ({usage:.0%} of the cache), "
         f"{acceptance}{rates.tokens_per_s:.1f} tokens/s"

@@ -19,7 +19,7 @@ from toolkit.infer.engine.engine_load import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.request import NOT_FINITE, Request
-from toolkit.infer.server.live_rates import LiveRates, Sample
+from toolkit.infer.server.live_rates import LiveRates, Rates, Sample
 from toolkit.infer.server.metric_series import PREFIX, SERIES
 
 BUCKETS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2.5, 5))  # 1 ms to 500 s
@@ -133,7 +133,7 @@ class ServerMetrics(Collector):
 
     def _gauges(self) -> dict[str, float]:
         load, rates = self.load, self.rates.latest
-        acceptance = {"accept_length": rates.accept_length, "accept_rate": rates.accept_rate}
+        acceptance = {name: getattr(rates, name) for name in Rates._fields if name in SERIES}
         return {
             "tokens_per_second": rates.tokens_per_s,
             "requests_in_flight": load.running + load.waiting,
@@ -151,6 +151,8 @@ class ServerMetrics(Collector):
         new = events_of_answer(one.request.events[one.events :], one.answer.n_tokens - one.committed)
         stats = summarise(new)
         self.counts["completion_tokens_total"] += one.answer.n_tokens - one.tokens
+        self.counts["decode_steps_total"] += len(new)
+        self.counts["plain_steps_total"] += sum(event.offered == 0 for event in new)
         self.counts["verify_steps_total"] += stats.verify_steps
         self.counts["draft_tokens_offered_total"] += stats.offered
         self.counts["draft_tokens_accepted_total"] += stats.accepted
@@ -158,7 +160,9 @@ class ServerMetrics(Collector):
         self.offered_by_depth.update(dict(enumerate(stats.offered_by_depth)))
         self.accepted_by_depth.update(dict(enumerate(stats.accepted_by_depth)))
         one.tokens, one.events = one.answer.n_tokens, one.events + len(new)
-        one.committed += sum(event.committed for event in new)
+        decoded = sum(event.committed for event in new)
+        self.counts["decoded_tokens_total"] += decoded
+        one.committed += decoded
 
 
 def _by_position(values: Counter[int], positions: Iterable[int] | None = None) -> dict[str, float]:
