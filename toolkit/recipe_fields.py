@@ -24,7 +24,7 @@ def setting(
     not_in_fingerprint: bool = False,
     fingerprint_name: str | None = None,
 ) -> T:
-    """Return a field with its meaning, which docs/recipe.md prints.
+    """Return a field with its meaning, which the recipe reference prints.
 
     former: its dotted name before it was renamed. Errors name the new one; fingerprints keep the last part of the
         former one, so that older run folders stay valid.
@@ -50,7 +50,7 @@ def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
             raise ValueError(f"it must {needed}")
         return value
 
-    checked.__doc__ = needed  # for docs/recipe.md
+    checked.__doc__ = needed  # for the recipe reference
     return AfterValidator(checked)
 
 

@@ -1,4 +1,4 @@
-"""docs/commands.md, and the table of serve's flags in docs/serving.md: from the parsers of the commands."""
+"""The page of commands: from their parsers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ INTRODUCTION = """# Command line
 
 After this page you can choose the command and the flags for a task.
 
-<!-- Written by `python docs/generate` from toolkit/cli.py and toolkit/commands/. -->
-
 `toolkit --help` prints:
 
 ```text
@@ -32,10 +30,6 @@ def page() -> str:
     return INTRODUCTION.format(overview=overview()) + "".join(_command(name) for name in COMMANDS)
 
 
-def serve_flags() -> str:
-    return _table(_arguments(command_parser("serve")[0]))
-
-
 def _command(name: str) -> str:
     parser, _ = command_parser(name)
     parsers = [parser]
@@ -46,7 +40,8 @@ def _command(name: str) -> str:
 
 
 def _section(parser: argparse.ArgumentParser) -> str:
-    shown = _arguments(parser)
+    hidden = argparse.SUPPRESS
+    shown = [action for action in parser._actions if action.help != hidden and action.dest != "help"]
     needed = [_typed(action) for action in shown if action.option_strings and action.required]
     optional = ["[flags]"] if any(action.option_strings and not action.required for action in shown) else []
     places = [_place(action) for action in shown if not action.option_strings]
@@ -54,12 +49,6 @@ def _section(parser: argparse.ArgumentParser) -> str:
     texts = [parser.description, parser.epilog]
     prose = "".join(f"{_sentence(text)}\n\n" for text in texts if text)
     return f"\n## {parser.prog}\n\n{prose}```text\n{usage}\n```\n\n{_table(shown)}"
-
-
-def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """What `--help` shows, but for --help itself."""
-    hidden = argparse.SUPPRESS
-    return [action for action in parser._actions if action.help != hidden and action.dest != "help"]
 
 
 def _table(actions: Iterable[argparse.Action]) -> str:

@@ -1,4 +1,4 @@
-"""docs/floors.svg: the floors of the package and the folders of infer/, with the imports that the source has now.
+"""The drawing in docs/architecture.md: the layers of the package and of infer/, with the imports of the source.
 
 An arrow that a longer way of arrows implies is left out. Positions are in COLUMNS; a new unit needs one there.
 """
@@ -49,7 +49,7 @@ INK, FAINT, LINE, PAPER, BOX = "#1f2937", "#6b7280", "#94a3b8", "#ffffff", "#eef
 Edges = dict[str, set[str]]
 
 
-def page() -> str:
+def block() -> str:
     floors, inside = _stacks()
     package, infer = _imports(PACKAGE, floors), _imports(PACKAGE / "infer", inside)
     package["cli"] = {"commands"}  # imported by name
@@ -62,12 +62,12 @@ def page() -> str:
     ]
     width, height = right + 3 * STEP_X + 4, TOP + 10 * STEP_Y + 6
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'<div>\n<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif">\n'
-        "<title>The floors of toolkit and the imports between them</title>\n"
+        "<title>The layers of toolkit and the imports between them</title>\n"
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>\n'
-        f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>\n' + "".join(parts) + "</svg>\n"
+        f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>\n' + "".join(parts) + "</svg>\n</div>"
     )
 
 

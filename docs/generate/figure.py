@@ -1,4 +1,4 @@
-"""The figure of the README, drawn from the newest record of the demo recipe: tokens/s with and without drafts."""
+"""The figure and the table of README, by the newest record of the demo recipe: tokens/s with and without drafts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from html import escape
 from pathlib import Path
 
 from measurements import FIRST_COMMAND, RESULTS, Record, records_of
-from record_tables import Row
+from record_tables import Row, with_interval
+from tables import table
 
 from toolkit.bench.rows import is_slower, lookup_row, shape_text
-from toolkit.bench.table import decimal, times
+from toolkit.bench.table import decimal, speedup_text, times
 
 WIDTH, HEIGHT = 640, 360
 LEFT, TOP, FLOOR = 40, 122, 290  # of the bars, in pixels
@@ -19,6 +20,26 @@ INK, FAINT, PLAIN, FASTER, SLOWER = "#1f2328", "#57606a", "#8c959f", "#1a7f37", 
 def svg(results: Path = RESULTS) -> str:
     """The figure, on a white panel of its own, so that it is legible on any page. Raises FileNotFoundError."""
     return _draw(newest_record(results))
+
+
+def demo() -> str:
+    """The table: one row for plain decoding and one for each draft."""
+    record = newest_record()
+    rows = [row for row in record["rows"] if row["task"] == "all"]
+    drafted = (
+        (
+            "head alone" if row["shape"] != "adaptive" or row.get("lookup") is False else "head and lookup",
+            f"{row['shape']} `{shape_text(row)}`".replace("adaptive", "adaptive, at most"),
+            with_interval(row["accept_length"], row["interval"], row["prompts"]),
+            decimal(row["tokens_per_s"], 1),
+            speedup_text(row),
+        )
+        for row in rows
+    )
+    plain = ("nothing: plain decoding", "", "", decimal(rows[0]["plain_tokens_per_s"], 1), "")
+    caption = f"{rows[0]['prompts']} {record['settings']['prompts']} prompts, greedy; {place_and_date(record)}:"
+    header = ("what drafts", "draft shape", "accept_length", "tokens/s", "over plain decoding")
+    return f"{caption}\n\n" + table(header, (plain, *drafted))
 
 
 def newest_record(results: Path = RESULTS) -> Record:

@@ -20,7 +20,8 @@ def block() -> str:
     llm = _class(LLM, _signature("LLM", LLM.__init__))
     methods = "".join(_method(LLM, name) for name in ("generate", "update_weights", "refresh_draft", "close"))
     options = [
-        (code(key.name), _type(key), _default(key), plain(key.metadata["help"])) for key in _fields(EngineConfig)
+        (code(key.name), _type(key), _default(key), plain(key.metadata["help"]))
+        for key in dataclasses.fields(EngineConfig)
     ]
     return (
         llm
@@ -64,10 +65,6 @@ def _signature(name: str, function: Any) -> str:
     return f"```text\n{name}({f'{chr(10)}{inner}' if lines else ''}{end}\n```\n\n"
 
 
-def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
-
-
 def _type(key: dataclasses.Field[Any]) -> str:
     return " or ".join(code(one) for one in str(key.type).split(" | "))
 
@@ -77,7 +74,7 @@ def _default(key: dataclasses.Field[Any]) -> str:
 
 
 def _defaults(cls: Any) -> str:
-    rows = [(code(key.name), _type(key), _default(key)) for key in _fields(cls)]
+    rows = [(code(key.name), _type(key), _default(key)) for key in dataclasses.fields(cls)]
     header = ("field", "type", "default")
     if not any(row[2] for row in rows):
         header, rows = header[:2], [row[:2] for row in rows]

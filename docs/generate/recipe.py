@@ -1,4 +1,4 @@
-"""docs/recipe.md: every key of a recipe, from the dataclasses."""
+"""The page of all recipe keys: from the dataclasses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from toolkit.recipe import Recipe
 INTRODUCTION = """# Recipe reference
 
 After this page you can write a recipe: each key has its values, its default and its meaning here.
-
-<!-- Written by `python docs/generate` from toolkit/recipe.py and toolkit/train_settings.py. -->
 
 A recipe is a YAML file; the part of a key before a dot is a section of the file. An unknown key is an error that names
 the nearest one. On the command line `key=value` replaces a value, and `--print-config` prints the result:
