@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from toolkit.errors import ResumeError, TrainError
-from toolkit.train.convert_state import is_of_other_layout
 from toolkit.train.metrics import Metrics
-from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
+from toolkit.train.state import best_path, drop_unneeded_bests, is_of_other_layout, sole_trainer, stored_states
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import write_json
 
