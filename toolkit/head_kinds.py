@@ -33,7 +33,6 @@ HEAD_KINDS = {
     "eagle2": HeadKind(
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
-    "block": HeadKind("BlockHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank"), block=True),
     "dspark": HeadKind(
         "DSparkHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id"), block=True
     ),

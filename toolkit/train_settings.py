@@ -22,7 +22,7 @@ class HeadSettings:
     kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
     layers: PositiveInt = setting(1, "decoder layers; mtp: layers that draft one level each, of which the last repeats")
     aux_layer_ids: tuple[int, ...] | None = setting(
-        None, "three hidden states of the target that eagle3, block and dspark read; null: (2, n/2, n-3) of n layers"
+        None, "three hidden states of the target that eagle3 and dspark read; null: (2, n/2, n-3) of n layers"
     )
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
@@ -37,7 +37,7 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    markov_rank: PositiveInt = setting(64, "block, dspark: rank of the bias of a token", fingerprint_name="markov_rank")
+    markov_rank: PositiveInt = setting(64, "dspark: rank of the bias of a token", fingerprint_name="markov_rank")
     mask_token_id: NonNegativeInt | None = setting(
         None, "dspark: id of the masks; null: the last one", fingerprint_name="mask_token_id"
     )
@@ -233,7 +233,7 @@ class TrainSettings:
         regressed = head.start_tokens is None or self.start == "target"
         yield "head.start_tokens", regressed, "null, or train.head.init=target without train.init,"
         sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
-        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null (block heads see everything),"
+        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null (dspark heads see everything),"
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "target, copied or random (native modules are mtp heads),"
         yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"

@@ -30,7 +30,6 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.block import BlockConfig
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -392,14 +391,14 @@ def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, 
     assert status == 0 and skipped == ["template", "token map", "aux layers", "acceptance"], rows
 
 
-@pytest.mark.parametrize("kind", ["block", "dspark", "dflash"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
 def test_first_drafts_of_a_block_drafter(tiny_target, kind):
     """The check computes them by dense attention, training all places of all blocks at once: the same states."""
     torch.manual_seed(5)
     own = (
         {"sample_from_anchor": False, "confidence": False, "markov_rank": 0} if kind == "dflash" else {"markov_rank": 8}
     )
-    config = (BlockConfig if kind == "block" else DSparkConfig).from_target_config(
+    config = DSparkConfig.from_target_config(
         tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
         draft_vocab_size=90, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, **own,
     )  # fmt: skip
@@ -410,9 +409,9 @@ def test_first_drafts_of_a_block_drafter(tiny_target, kind):
     wanted = next(unroll_blocks(head, features[None], embeds[None], 3))[0, :-1]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     drafting = DraftingHead(DraftCheckpoint(head, TokenMap.from_ids(range(90), tiny_target.vocab_size)), tiny_target)
-    scores = _scores_after(drafting, found, text[1:], embeds[1:])
+    scores = _scores_after(drafting, found, text[1:])
     drafting.remove()
-    torch.testing.assert_close(scores, head.logits(head.after(found, text[1:], embeds[1:])), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(scores, head.logits(head.after(found, text[1:])), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("state", ["skipped", "ok", "FAILED"])

@@ -498,7 +498,7 @@ def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
         (["--variant", "hot train.optimizer.warmup_ratio=0.3"], "warmup_ratio=0.3 is chosen by validation"),
         (["--variant", "hot train.optimizer.muon_learning_rate=1"], "muon_learning_rate=1 is chosen by validation"),
         (
-            ["--variant", "b train.head.kind=block train.unroll.ttt_steps=3"],
+            ["--variant", "b train.head.kind=dspark train.unroll.ttt_steps=3"],
             "3 trains shorter blocks than the chain of 4",
         ),
     ],

@@ -19,7 +19,6 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, load_dr
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -121,25 +120,6 @@ def test_mtp_layers_are_trained_further(target, tmp_path):
     assert all(torch.equal(found.state_dict()[name], value) for name, value in head.state_dict().items())
 
 
-def test_a_block_drafter_is_trained_further_with_another_map(target, tmp_path):
-    """All of it is carried over but the output rows, whatever the map; a block has the size that it has."""
-    config = BlockConfig.from_target_config(
-        target.config, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, draft_vocab_size=90,
-        aux_layer_ids=(1, 2, 3), markov_rank=8,
-    )  # fmt: skip
-    head, own = BlockHead(config).requires_grad_(False), TokenMap.from_ids(range(10, 100), target.vocab_size)
-    settings = TrainSettings(init=str(write(tmp_path / "head", head, own)), head=HeadSettings(kind="block"))
-    token_map = TokenMap.from_ids(range(0, target.vocab_size, 3), target.vocab_size)
-    found, _ = started(settings, target, token_map)
-    for name, value in head.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(found.state_dict()[name], value), name
-    assert len(found.lm_head.weight) == token_map.size
-    assert all(parameter.requires_grad for parameter in found.parameters())
-    shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
-    with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
-        plan_head(shorter, target, token_map)
-
-
 @pytest.mark.parametrize("own_output", [True, False])
 def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, own_output):
     """Its bias has rows of ids as its output matrix has: those of new ids are 0. One that scored by the target's
@@ -161,6 +141,9 @@ def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, own
         assert torch.equal(row, before[place] if place >= 0 else torch.zeros(8))
         carried = place >= 0 and own_output
         assert torch.equal(output, head.lm_head.weight[place] if carried else target.lm_head.weight[token])
+    shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
+    with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
+        plan_head(shorter, target, token_map)
 
 
 @pytest.mark.parametrize("lm_head", [None, "target", "frozen"])

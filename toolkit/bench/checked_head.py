@@ -18,7 +18,7 @@ from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.sampled_distribution import Continuations, most_even_distribution
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
-from toolkit.heads.block import BlockDraftHead
+from toolkit.heads.dspark import DSparkHead
 from toolkit.infer.drafters.block_drafter import bias_of_map, block_of, default_shape, drafts_at_once
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine.engine import Engine
@@ -258,9 +258,9 @@ class CheckedHead:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
         embeds, first = self.target.embed_tokens(text[1:-1]), head.first_hidden(features[:count])
-        if isinstance(head.module, BlockDraftHead):
+        if isinstance(head.module, DSparkHead):
             states = _first_drafts(head.module, embeds, first)[written - 1 :]
-            logits = _scores_after(head, states, text[written:-1], embeds[written - 1 :]).float()
+            logits = _scores_after(head, states, text[written:-1]).float()
         else:
             hidden = head.step(0, embeds, first, positions, attend, count)
             logits = head.logits(0, hidden[written - 1 :]).float()
@@ -269,13 +269,13 @@ class CheckedHead:
         return FirstDrafts((logits.argmax(dim=-1) == wanted).cpu(), given.masked_fill(wanted < 0, torch.nan).cpu())
 
 
-def _scores_after(head: DraftingHead, states: Tensor, before: Tensor, embeds: Tensor) -> Tensor:
-    """Logits [T, D] of a block drafter's states [T, H] after the tokens `before` [T] with the embeddings [T, H]."""
-    scores, given, bias = head.logits(0, states), block_of(head).before(before, embeds), bias_of_map(head)
+def _scores_after(head: DraftingHead, states: Tensor, before: Tensor) -> Tensor:
+    """Logits [T, D] of a block drafter's states [T, H] after the tokens `before` [T]."""
+    scores, given, bias = head.logits(0, states), block_of(head).before(before), bias_of_map(head)
     return scores if given is None or bias is None else scores + given.to(scores.dtype) @ bias.to(scores.dtype)
 
 
-def _first_drafts(head: BlockDraftHead, embeds: Tensor, hidden: Tensor) -> Tensor:
+def _first_drafts(head: DSparkHead, embeds: Tensor, hidden: Tensor) -> Tensor:
     """States [T, H] of the first draft of a block drafter at every position; embeds [T, H] of the token
     after it, hidden [T, ..] of its features."""
     count, size = len(embeds), head.config.block_size

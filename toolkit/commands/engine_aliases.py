@@ -57,11 +57,10 @@ ALIASES = {
     "enforce_eager": Alias("disable_cuda_graph", None, "vLLM's --disable-cuda-graph", value=True),
 }
 # SGLang's algorithms and vLLM's methods -> kinds of heads
-BLOCKS = ("dspark", "block")
 ALGORITHMS = {
-    "EAGLE": ("eagle2", "mtp"), "EAGLE3": ("eagle3",), "NEXTN": ("mtp",), "DFLASH": ("dspark",), "DSPARK": BLOCKS,
+    "EAGLE": ("eagle2", "mtp"), "EAGLE3": ("eagle3",), "NEXTN": ("mtp",), "DFLASH": ("dspark",), "DSPARK": ("dspark",),
 }  # fmt: skip
-METHODS = {"eagle": ("eagle2",), "eagle3": ("eagle3",), "mtp": ("mtp",), "dflash": ("dspark",), "dspark": BLOCKS}
+METHODS = {"eagle": ("eagle2",), "eagle3": ("eagle3",), "mtp": ("mtp",), "dflash": ("dspark",), "dspark": ("dspark",)}
 
 _LOSSLESS = "drafts never change the distribution of answers here: leave it out, or choose a rule with --verify"
 _HEADS = "the head and its layers are read from its checkpoint: leave it out"

@@ -128,7 +128,7 @@ def start_head(
     if batches is None:
         initialise_random(head, seed)
     else:
-        columns = head.warm_start().columns
+        columns = head.warm_start().solved.in_features
         taken = regression_batches(batches, columns, settings.head.start_tokens)
         r2 = initialise_from_target(head, target, plan.token_map, taken, seed, stored)
         fit = "" if r2 is None else f"; R2 of the regression for its input layer: {r2:.2f}"

@@ -105,25 +105,15 @@ def _regress(
     head: DraftHead, start: WarmStart, target: Target, batches: list[Batch], stored: StoredFeatures | None
 ) -> float | None:
     """Solve for `start.solved` by ridge regression; returns its R2 on positions that took no part in the fit."""
-    width, mean = target.hidden_size, torch.zeros(target.hidden_size, device=target.device)
-    fit, check = (Moments.empty(start.columns, width, target.device) for _ in range(2))
-    here = None if start.query is None else Moments.empty(start.solved.in_features, width, target.device)
+    columns = start.solved.in_features
+    fit, check = (Moments.empty(columns, target.hidden_size, target.device) for _ in range(2))
     for number, (batch, read, wanted) in enumerate(_inputs_and_labels(head, target, batches, stored)):
         pairs = answer_pairs(batch, target.device)
         embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs].float()
         x = start.solved_reads(embeds, read[:, :-1][pairs].float())
-        if here is not None:
-            here.add(x, wanted[:, :-1][pairs].float())
-            mean += embeds.sum(0)
-            x = torch.cat((embeds, x), dim=-1)
         states = wanted[:, 1:] if start.ahead else wanted[:, :-1]
         (check if number % CHECK_EVERY == 1 else fit).add(x, states[pairs].float())
     weight, r2 = ridge_regression(fit, check)
-    if weight is not None and here is not None:
-        assert start.query is not None and start.masks is not None, "both are given, or neither"
-        start.query.weight.copy_(weight[:width].T)
-        start.masks.weight.copy_((mean / here.positions).expand_as(start.masks.weight))
-        weight = torch.cat((_solve(here), weight[width:]), dim=1)
     if weight is not None:
         start.solved.weight.copy_(weight.T)
     return r2

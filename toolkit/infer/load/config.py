@@ -76,7 +76,7 @@ class EngineConfig:
         metavar="N",
     )
     draft_confidence: float = option(
-        0.0, "a block or dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
+        0.0, "a dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
     )
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
