@@ -89,7 +89,6 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
     engine.close()
     tokens = sum(end - start for row in rows for start, end in row["response_spans"])
     assert [stats[name] for name in ("rollouts", "skipped", "tokens")] == [7, 0, tokens] and stats["tokens_per_s"] > 0
-    assert stats["decode_tokens_per_s"] > 0 and stats["plain_tokens_per_s"] > 0
     assert {path.name for path in fresh.folder.iterdir()} == {"000006.jsonl", "000006_stats.json"}
     before = fresh.path(STEP).stat().st_mtime_ns
     assert fresh.write(STEP, None) == stats and fresh.path(STEP).stat().st_mtime_ns == before
@@ -125,7 +124,7 @@ def test_shares_make_the_same_file(processes, model, count):
     group[0]._gather_shares(STEP)
     assert _rows(group[0].path(STEP)) == _rows(alone.path(STEP))
     stats = read_json(group[0].folder / "000006_stats.json")
-    assert stats["rollouts"] == 7 and stats["tokens_per_s"] > 0 and stats["plain_tokens_per_s"] > 0
+    assert stats["rollouts"] == 7 and stats["tokens_per_s"] > 0
     assert len(list(group[0].folder.iterdir())) == 2
 
 

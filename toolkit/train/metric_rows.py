@@ -129,12 +129,7 @@ def _real_entry(one: RealAcceptance, replayed: ReplayedForecasts) -> dict[str, A
 
 
 def rollouts_row(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter.
-
-    rollout_tokens_per_s: by wall time, prefill included. rollout_decode_tokens_per_s: of the decoding rounds only.
-    rollout_plain_tokens_per_s: the estimate without drafting (`rollout_speed.py`). The ratio of the last two is the
-    speedup by the head.
-    """
+    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter."""
     names = {"rollouts": "rollouts", "skipped": "rollouts_skipped"}
     return {names.get(name, f"rollout_{name}"): value for name, value in stats.items()}
 
