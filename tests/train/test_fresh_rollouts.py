@@ -18,7 +18,7 @@ from toolkit.train import fresh_rollouts, real_acceptance
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.real_acceptance import Measurement
 from toolkit.train.trained_head import TrainedHead
-from toolkit.train.training_data import HeldOutPrompt, HeldOutPrompts
+from toolkit.train.training_data import HeldOutPrompt
 from toolkit.weights import read_json
 
 STEP = 6
@@ -105,7 +105,7 @@ def test_the_setting_for_the_same_bits(processes, model, tiny_target, monkeypatc
     for wanted in (True, False):
         fresh.recipe = replace(fresh.recipe, rollouts=replace(fresh.recipe.rollouts, deterministic=wanted))
         fresh._write_shares(STEP, fresh._share_head(STEP, model))
-        prompts = HeldOutPrompts([HeldOutPrompt(str(one), [1, 2], [3], [], None) for one in range(2)])
+        prompts = [HeldOutPrompt(str(one), [1, 2]) for one in range(2)]
         Measurement(tiny_target, prompts, fresh.recipe.train, 0, deterministic=wanted).by_engine(None)
     assert found == [True, True, False, False]
 
@@ -140,8 +140,8 @@ def test_killed_while_it_writes(processes, model, monkeypatch, written):
     (fresh,) = processes(1, "killed")
     real, asked = fresh_rollouts.engine_generate, []
 
-    def dying(engine, draft_used, on_end):
-        generate = real(engine, draft_used, on_end)
+    def dying(engine, draft_used):
+        generate = real(engine, draft_used)
 
         def some(requests):
             for done, result in enumerate(generate(requests)):
@@ -151,8 +151,8 @@ def test_killed_while_it_writes(processes, model, monkeypatch, written):
 
         return some
 
-    def counting(engine, draft_used, on_end):
-        generate = real(engine, draft_used, on_end)
+    def counting(engine, draft_used):
+        generate = real(engine, draft_used)
         return lambda requests: (asked.extend(requests), generate(requests))[1]
 
     monkeypatch.setattr(fresh_rollouts, "engine_generate", dying)

@@ -112,7 +112,7 @@ class Trainer:
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings
         self.evaluation = Evaluation(
-            accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics
+            accelerator, self.side, self.data, self.plan.config, settings, directory, self.metrics
         )
         if settings.evaluation.real_every and accelerator.is_main_process:
             longest = self.target.max_context - settings.evaluation.real_max_tokens
@@ -145,10 +145,11 @@ class Trainer:
         else:
             regressed = {"target": batches, "copied": (), "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
-        return prepared(self.accelerator, self._trained(head), build_optimizer(head, settings))
-
-    def _trained(self, head: Any) -> torch.nn.Module:
-        return trained_head(self.plan, self.settings, head, self.side.teacher)
+        return prepared(
+            self.accelerator,
+            trained_head(self.plan, settings, head, self.side.teacher),
+            build_optimizer(head, settings),
+        )
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
