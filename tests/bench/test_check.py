@@ -469,12 +469,6 @@ def test_sizes_below_one(good_head, capsys):
     assert "give fewer --max-tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("old", "new"), [("--prompts", "--limit 4"), ("--json", "--out 4")])
-def test_old_names_are_refused(capsys, old, new):
-    assert main(["check", "--draft", "ckpt", old, "4"]) == 2
-    assert f"{old} of `toolkit check` is {new.split()[0]} now; give {new}" in capsys.readouterr().err
-
-
 def test_few_prompts_cannot_tell(good_head, tmp_path):
     """Of four coins all show heads once in 16 times, which is no proof of anything."""
     record = tmp_path / "check.json"

@@ -155,7 +155,6 @@ allowed-origins: [http://a, http://b]
         ("adaptive: 3", "adaptive is 3; true or false is needed"),
         ("draft:", "draft has no value"),
         ("draft: [a, b]", "draft is a list"),
-        ("max-batch: 3", "--max-batch is now --max-running-requests"),
         ("kv-cache-dtype: fp8", "--kv-cache-dtype has no equivalent here"),
         ("shape: 4,1,5\nspeculative-num-steps: 3", "contradict each other"),
         ("- a", "holds no flags"),

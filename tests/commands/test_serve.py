@@ -63,15 +63,6 @@ def test_a_switch_that_would_change_nothing(capsys):
     assert "--disable-overlap-schedule is set, but only CUDA graphs overlap" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("--max-batch", "--max-running-requests"), ("--mem-fraction", "--mem-fraction-static")]
-)
-def test_flags_of_earlier_versions_name_the_new_one(capsys, old, new):
-    """A start script that was written for them must not be answered by the list of all flags."""
-    assert main(["serve", "--target", "x", old, "1"]) == 2
-    assert f"{old} is now {new}" in capsys.readouterr().err
-
-
 def test_a_server_starts_from_a_search_at_its_default_temperature(tiny_target, tiny_draft_directory, monkeypatch):
     """Requests that state none are sampled, at the target's temperature or at 1; a greedy search is not for them."""
 

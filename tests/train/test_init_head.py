@@ -25,7 +25,7 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.pipeline.recipe_stages import recipe_stages
 from toolkit.pipeline.run import Run
-from toolkit.recipe import RecipeError, load_recipe, result_settings
+from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import target_facts
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import save_token_map
@@ -248,12 +248,8 @@ def test_settings_that_do_not_suit_the_head_are_refused(target, tmp_path):
         plan_head(TrainSettings(init="nowhere/at/all"), target, TokenMap.identity(target.vocab_size))
 
 
-def test_rules_and_fingerprints_of_the_key(tiny_run, tmp_path):
-    """Without train.init old run folders stay valid; with it no other key of the same name hides it."""
+def test_rules_of_the_key(tiny_run, tmp_path):
     path = tiny_run / "recipe.yaml"
-    assert "init_from" not in result_settings(TrainSettings())
-    settings = result_settings(load_recipe(path, ["train.init=org/head"]).train)
-    assert (settings["init_from"], settings["init"]) == ("org/head", "target")
     for override, says in (
         ("train.head.init=random", "train.head.init = 'random'.*train.init: null"),
         ("train.init=native", "train.init = 'native', but a head, or train.head.init=native, is needed"),

@@ -6,12 +6,10 @@ import argparse
 from pathlib import Path
 
 from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
-from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.pipeline.launch import set_threads
 
 HELP = "test a draft head on its target: files, settings, and that decoding with it is lossless"
 PROMPTS, MAX_TOKENS = 16, 32
-RENAMED = {"prompts": "limit", "json": "out"}  # old names of options, refused with the new ones
 ENGINE = ("draft", "target", "revision", "token_map", "quantization", "device")
 DRAFT_HELP = (
     "the head to check: a draft directory, another project's head (a directory or a hub id), or native (the MTP module "
@@ -28,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=MAX_TOKENS, help=f"tokens of an answer at most (default: {MAX_TOKENS})"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a record of the findings, too")
-    for old in RENAMED:
-        parser.add_argument(f"--{old}", help=argparse.SUPPRESS)
     parser.epilog = (
         "Target and head run in float32, where speculative decoding must write the tokens of plain decoding. The exit "
         "status is 1 when a check fails."
@@ -38,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each finding as soon as it is known."""
-    for old, new in RENAMED.items():
-        if getattr(args, old) is not None:
-            raise ArgumentsError(f"--{old} of `toolkit check` is --{new} now; give --{new} {getattr(args, old)}")
     set_threads()  # before torch loads
     from toolkit.bench.check import check_record, findings, line, open_checked, title, verdict
     from toolkit.bench.records import command_line, write_record

@@ -15,7 +15,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
-from toolkit.recipe import Recipe, training_settings
+from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
@@ -77,7 +77,7 @@ class Trainer:
         data = self.settings.data
         self.fingerprint = sha256_json(
             [
-                training_settings(self.settings),
+                result_settings(self.settings),
                 recipe.seed,
                 self.target.fingerprint,
                 str(self.target.dtype),
