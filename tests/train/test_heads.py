@@ -16,7 +16,7 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.train.initialise import initialise_random
+from toolkit.train.warm_start import initialise_random
 
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -54,7 +54,7 @@ class LayerCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How to initialise a head from the target's weights. `train/initialise.py` applies it.
+    """How to initialise a head from the target's weights. `train/warm_start.py` applies it.
 
     copies: layers copied from the target. last_norm: name and module of the norm before the output matrix, copied from
     the target; None: the head has no such norm. solved: the linear layer solved by ridge regression, from the features

@@ -26,7 +26,6 @@ from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.head_snapshot import training_record
-from toolkit.train.init_head import continued_head, with_head_settings
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.offline_features import offline_features
@@ -44,6 +43,7 @@ from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train.supervision import covered_share
 from toolkit.train.training_data import read_data, read_held_out, with_fresh
+from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
 
