@@ -31,7 +31,7 @@ from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.initialise import initialise_from_target
+from toolkit.train.warm_start import initialise_from_target
 
 DRAFT_VOCABULARY, SMALL_DRAFT_VOCABULARY = 32000, 8192
 LLAMA: dict[str, Any] = {

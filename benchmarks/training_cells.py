@@ -20,9 +20,10 @@ from toolkit.bench.records import git_commit, hardware, machine_name
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.jsonl import read_rows
+from toolkit.pipeline.manifest import flatten
 from toolkit.pipeline.run_target import best_device
 from toolkit.pipeline.token_map import map_rollouts
-from toolkit.recipe import Recipe, result_settings, training_settings
+from toolkit.recipe import Recipe, result_settings
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
@@ -31,7 +32,10 @@ from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write, sha256_file, sha256_json
 
 # Settings of a training that a job of so many tokens does not ask: what ends it and what it measures meanwhile.
-IDLE = ("epochs", "max_steps", "eval_every", "patience", "real_prompts", "rollout_prompts", "rollout_temperatures")
+IDLE = (
+    *("epochs", "max_steps", "evaluation.eval_every", "evaluation.patience", "evaluation.real_prompts"),
+    *("on_policy.prompts", "on_policy.temperatures"),
+)
 TRIED = {"adamw": "learning_rate", "muon": "muon_learning_rate"}  # by optimizer, the rate that is chosen
 Key = tuple[str, str, int, int, float, float, str, str]
 
@@ -70,7 +74,8 @@ def cell_of(source: str, job: Job, rate: float, warmup: float) -> Cell:
     train = replace(job.recipe.train, optimizer=replace(optimizer, **tried))
     job = replace(job, recipe=replace(job.recipe, train=train))
     files = [sha256_file(job.run / name) for name in (ROLLOUTS, TOKEN_MAP)]
-    decides = {name: value for name, value in training_settings(benched(job)).items() if name not in (*IDLE, *tried)}
+    left_out = {*IDLE, *(f"optimizer.{name}" for name in tried)}
+    decides = {name: value for name, value in flatten(result_settings(benched(job))).items() if name not in left_out}
     digest = sha256_json([result_settings(job.recipe.target), decides, *files, job.prompts])[:16]
     name = f"{job.variant}-{job.tokens}-{job.recipe.seed}-{rate:g}-{warmup:g}-{digest}".replace(" ", "-")
     return Cell(source, replace(job, head=job.run / "heads" / f"{name}.safetensors"), digest)

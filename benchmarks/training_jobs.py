@@ -31,11 +31,11 @@ from toolkit.recipe import Recipe
 from toolkit.train.draft_head import trained_head
 from toolkit.train.failures import check_weights
 from toolkit.train.head_snapshot import Weights, gathered_weights, head_of
-from toolkit.train.initialise import regression_batches
 from toolkit.train.loop import Trainer
 from toolkit.train.real_acceptance import Measurement
 from toolkit.train.step import replayed_steps
 from toolkit.train.training_data import FORECAST_ROLLOUTS, WholeTexts, read_held_out
+from toolkit.train.warm_start import regression_batches
 from toolkit.train_settings import OnPolicySettings, OptimizerSettings, TrackingSettings, TrainSettings
 from toolkit.weights import atomic_write, load_tensors, save_tensors
 

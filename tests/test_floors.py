@@ -69,7 +69,7 @@ SIDEWAYS = {
     ("train_settings", "head_kinds"),
 }
 # `accelerate launch` runs these by path. They call the pipeline, and nothing imports them.
-ENTRIES = {"train/block.py", "train/dspark.py", "train/eagle3.py", "train/eagle2.py", "train/mtp.py"}
+ENTRIES = {"train/dspark.py", "train/eagle3.py", "train/eagle2.py", "train/mtp.py"}
 JUNK = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "core", "base"}
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.test_recipe import MINIMAL, refused, write
-from toolkit.pipeline.manifest import Manifest, differences
-from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe, result_settings, training_settings
-from toolkit.train_settings import DataSettings, HeadSettings, OptimizerSettings, TrainSettings
+from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
+from toolkit.train_settings import DataSettings, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -96,50 +92,3 @@ def test_settings_of_a_measurement_that_is_off_are_named(
     for name in ("real_prompts", "real_shapes"):
         assert f"train.evaluation.{name} has no effect, since train.evaluation.real_every is null" in caplog.text
     assert "max_tokens" not in caplog.text, "as by default"
-
-
-def keys_of_sections() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """The dotted name of every key in a section of train."""
-    for section, value in vars(TrainSettings()).items():
-        if dataclasses.is_dataclass(value):
-            yield from ((f"train.{section}.{key.name}", key) for key in dataclasses.fields(value))
-
-
-def test_former_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
-    """An old recipe would train with defaults if its flat keys were ignored; each key is listed with its new place."""
-    for name, key in keys_of_sections():
-        former = key.metadata.get("former")
-        if name == "train.head.init":
-            continue  # train.init is a key, too
-        told = f"{former} is now {name}" if former else f"unknown key train.{key.name}; did you mean {name}?"
-        assert refused(DEMO_RECIPE, f"{former or f'train.{key.name}'}=3").endswith(told)
-    message = refused(write(tmp_path, MINIMAL + "train: {learning_rate: 1e-3, clip: 0.5, head: mtp, max_steps: 3}\n"))
-    assert len(message.splitlines()) == 3 and "train.head is now train.head.kind" in message
-
-
-def test_fingerprints_keep_the_names_of_older_run_folders() -> None:
-    """Finished stages of older run folders would be thrown away if a setting were called otherwise in them."""
-    found = result_settings(TrainSettings())
-    assert (found["head"], found["optimizer"], found["clip"], found["rollout_every"]) == ("eagle3", "muon", None, None)
-    decisive = [key for _, key in keys_of_sections() if not key.metadata.get("not_in_fingerprint")]
-    later = {name for key in decisive if (name := key.metadata.get("fingerprint_name"))}
-    assert len(later | found.keys()) == 3 + len(decisive), "two settings share a name"
-    assert later and not later & found.keys(), "a default that came later would change older fingerprints"
-    constant = TrainSettings(optimizer=OptimizerSettings(schedule="constant"))
-    assert training_settings(constant) == result_settings(constant)
-
-
-def test_a_loss_that_changed_is_trained_again() -> None:
-    """An MTP run folder from before its loss was changed has the same settings; it would count as up to date."""
-    mtp = TrainSettings(head=HeadSettings(kind="mtp"))
-    older = Manifest("train", "done", {"train": result_settings(mtp)}, {})
-    del older.settings["train"]["vocabulary"]  # of that time
-    told = differences(older, {"train": training_settings(mtp)}, {})
-    assert "train.loss_version changed from None to 2" in told
-
-
-def test_a_schedule_that_changed_is_trained_again() -> None:
-    """The falling schedules once ended at a tenth of the rate: such a head is not what the settings say today."""
-    older = Manifest("train", "done", {"train": result_settings(TrainSettings())}, {})
-    told = differences(older, {"train": training_settings(TrainSettings())}, {})
-    assert told == ["train.schedule_version changed from None to 2"]

@@ -14,8 +14,7 @@ class HeadKind:
     layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
     ship heads of this kind in their own checkpoints. block: a block drafter, which drafts no deeper than its own size.
     vocabulary: the default of train.head.vocabulary; None: the head has an output matrix of its own. normalised_steps:
-    the weights of the loss's steps sum to 1 (FastMTP).
-    loss_version: is raised when the same settings mean another loss, so that older run folders are trained again."""
+    the weights of the loss's steps sum to 1 (FastMTP)."""
 
     head: str
     settings: tuple[str, ...] = ()
@@ -24,7 +23,6 @@ class HeadKind:
     vocabulary: str | None = None
     block: bool = False
     normalised_steps: bool = False
-    loss_version: int = 1
 
 
 # By the name in config.json and in recipes, which is also the name of the file.
@@ -33,7 +31,6 @@ HEAD_KINDS = {
     "eagle2": HeadKind(
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
-    "block": HeadKind("BlockHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank"), block=True),
     "dspark": HeadKind(
         "DSparkHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id"), block=True
     ),
@@ -44,7 +41,6 @@ HEAD_KINDS = {
         native=True,
         vocabulary="draft",
         normalised_steps=True,
-        loss_version=2,  # before: over all ids, with step weights that were not normalised
     ),
 }
 

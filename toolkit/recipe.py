@@ -47,7 +47,6 @@ class TargetSettings:
         None,
         "a file of a Jinja template, chatml, or none: plain text, which a base model continues; null: the target's own "
         "(of a .gguf file: that in its header, or NAME.jinja beside NAME.gguf)",
-        fingerprint_name="chat_template",
     )
 
 
@@ -68,9 +67,7 @@ class PromptSettings:
     max_tokens: PositiveInt = setting(
         96, "tokens of a prompt that the target writes, at most; longer ones are rejected"
     )
-    max_running_requests: PositiveInt = setting(
-        64, "prompts that are written at once", former="prompts.batch_size", not_in_fingerprint=True
-    )
+    max_running_requests: PositiveInt = setting(64, "prompts that are written at once", not_in_fingerprint=True)
     min_words: PositiveInt = setting(3, "shorter prompts are rejected")
 
 
@@ -91,7 +88,6 @@ class RolloutSettings:
     max_running_requests: PositiveInt = setting(
         64,
         "answers that are written at once, by each server if there are several",
-        former="rollouts.batch_size",
         not_in_fingerprint=True,
     )
     held_out: Annotated[float, Field(gt=0, lt=1)] = setting(
@@ -106,7 +102,6 @@ class RolloutSettings:
         False,
         "give an answer the same bits whatever is written beside it: here, in train.on_policy and as the head is "
         "measured, but not in the prompts that the target writes itself (on a GPU only small models were tested)",
-        fingerprint_name="deterministic",
     )
     torch_compile: bool = setting(
         False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True
@@ -238,7 +233,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
 
 
 def result_settings(section: Any) -> dict[str, Any]:
-    """Return the keys of a section that affect its result, as JSON values; nested keys have their former names.
+    """Return the keys of a section that affect its result, as JSON values.
 
     Keys that only affect batching, storage or output are omitted, so an interrupted stage may resume with other values.
     """
@@ -246,21 +241,10 @@ def result_settings(section: Any) -> dict[str, Any]:
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
         if dataclasses.is_dataclass(value):
-            found |= result_settings(value)
-        elif own := key.metadata.get("fingerprint_name"):
-            found |= {} if value == key.default else {own: value}
+            found[key.name] = result_settings(value)
         elif not key.metadata.get("not_in_fingerprint"):
-            name = (key.metadata.get("former") or key.name).rpartition(".")[2]
-            found[name] = list(value) if isinstance(value, tuple) else value
+            found[key.name] = list(value) if isinstance(value, tuple) else value
     return found
-
-
-def training_settings(train: TrainSettings) -> dict[str, Any]:
-    """Return what decides the result of a training: its settings, and versions of a loss or schedule that changed."""
-    version = train.head.loss_version
-    found = result_settings(train) | ({} if version == 1 else {"loss_version": version})
-    # Version 1 of the falling schedules ended at a tenth of the peak learning rate.
-    return found if train.optimizer.schedule == "constant" else found | {"schedule_version": 2}
 
 
 def print_config(recipe: Recipe) -> None:

@@ -16,29 +16,10 @@ LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def setting(
-    default: T,
-    meaning: str,
-    *,
-    former: str | None = None,
-    not_in_fingerprint: bool = False,
-    fingerprint_name: str | None = None,
-) -> T:
-    """Return a field with its meaning, which the recipe reference prints.
-
-    former: its dotted name before it was renamed. Errors name the new one; fingerprints keep the last part of the
-        former one, so that older run folders stay valid.
-    not_in_fingerprint: it does not affect the result of its stage.
-    fingerprint_name: its name in fingerprints, for a key that older run folders do not have. The default is left out
-        there, so that they stay valid; it must never change.
-    """
-    metadata = {
-        "meaning": meaning,
-        "former": former,
-        "not_in_fingerprint": not_in_fingerprint,
-        "fingerprint_name": fingerprint_name,
-    }
-    key: Any = field(default=default, metadata=metadata)
+def setting(default: T, meaning: str, *, not_in_fingerprint: bool = False) -> T:
+    """Return a field with its meaning, which the recipe reference prints. not_in_fingerprint: it does not affect the
+    result of its stage."""
+    key: Any = field(default=default, metadata={"meaning": meaning, "not_in_fingerprint": not_in_fingerprint})
     return key
 
 

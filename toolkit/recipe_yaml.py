@@ -99,15 +99,15 @@ def build(cls: type[T], tree: Mapping[str, Any], place: str = "") -> T:
     try:
         return TypeAdapter(cls).validate_json(to_json(tree))  # in JSON mode a list is valid for a tuple
     except ValidationError as error:
-        known = dict(_keys(cls, place))
+        known = list(_keys(cls, place))
         raise RecipeError("\n".join(_problem(one, place, known) for one in error.errors())) from None
 
 
-def _keys(cls: type, place: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the dotted name and the former name of each key of a section, then of the keys below it."""
+def _keys(cls: type, place: str) -> Iterator[str]:
+    """Yield the dotted name of each key of a section, then of the keys below it."""
     hints = typing.get_type_hints(cls)
     for key in dataclasses.fields(cls):
-        yield place + key.name, key.metadata.get("former")
+        yield place + key.name
         if dataclasses.is_dataclass(hints[key.name]):
             yield from _keys(hints[key.name], f"{place}{key.name}.")
 
@@ -116,15 +116,12 @@ def _keys(cls: type, place: str) -> Iterator[tuple[str, str | None]]:
 _WORDS = {"bool_type": "true or false", "dataclass_type": "a mapping of keys", "tuple_type": "a list"}
 
 
-def _problem(error: ErrorDetails, place: str, known: Mapping[str, str | None]) -> str:
-    """Return one line: the key, what was given, what is needed. known: former names by dotted names of keys."""
+def _problem(error: ErrorDetails, place: str, known: list[str]) -> str:
+    """Return one line: the key, what was given, what is needed. known: dotted names of keys."""
     given, kind, context = error["input"], error["type"], error.get("ctx", {})
     if isinstance(context.get("error"), RecipeError):  # from the check of a section; it contains the keys
         return str(context["error"])
     key = place + re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, error["loc"])))
-    for name, former in known.items():
-        if key == former:
-            return f"{key} is now {name}"
     if kind == "missing":
         return f"{key} is missing; it has no default"
     if kind == "unexpected_keyword_argument":

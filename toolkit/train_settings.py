@@ -19,10 +19,10 @@ NewWeights = Literal["target", "copied", "random", "native"]
 class HeadSettings:
     """The draft head and the weights it starts from."""
 
-    kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
+    kind: HeadName = setting("eagle3", "the kind of draft head")
     layers: PositiveInt = setting(1, "decoder layers; mtp: layers that draft one level each, of which the last repeats")
     aux_layer_ids: tuple[int, ...] | None = setting(
-        None, "three hidden states of the target that eagle3, block and dspark read; null: (2, n/2, n-3) of n layers"
+        None, "three hidden states of the target that eagle3 and dspark read; null: (2, n/2, n-3) of n layers"
     )
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
@@ -37,10 +37,8 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    markov_rank: PositiveInt = setting(64, "block, dspark: rank of the bias of a token", fingerprint_name="markov_rank")
-    mask_token_id: NonNegativeInt | None = setting(
-        None, "dspark: id of the masks; null: the last one", fingerprint_name="mask_token_id"
-    )
+    markov_rank: PositiveInt = setting(64, "dspark: rank of the bias of a token")
+    mask_token_id: NonNegativeInt | None = setting(None, "dspark: id of the masks; null: the last one")
     init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
@@ -56,11 +54,6 @@ class HeadSettings:
         return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
 
     @property
-    def loss_version(self) -> int:
-        """Rises when the same settings mean another loss."""
-        return HEAD_KINDS[self.kind].loss_version
-
-    @property
     def whole_vocabulary(self) -> bool:
         """Whether the head drafts all ids of the target, whatever the token map keeps."""
         return (self.vocabulary or HEAD_KINDS[self.kind].vocabulary) == "target"
@@ -74,7 +67,6 @@ class UnrollSettings:
     curriculum: tuple[PositiveFloat, ...] = setting(
         (),
         "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",
-        former="train.ttt_curriculum",
     )
     step_decay: Annotated[float, Field(gt=0, le=1)] = setting(
         0.8, "the loss of step k has weight step_decay^k (mtp: divided by their sum, as in FastMTP)"
@@ -103,7 +95,7 @@ class OptimizerSettings:
     """Optimizer and learning rate; the schedule counts optimizer steps."""
 
     name: Literal["muon", "adamw"] = setting(
-        "muon", "muon: Muon for matrices, AdamW for lm_head and norms; adamw: AdamW for all", former="train.optimizer"
+        "muon", "muon: Muon for matrices, AdamW for lm_head and norms; adamw: AdamW for all"
     )
     learning_rate: PositiveFloat = setting(1.5e-3, "the highest learning rate of AdamW")
     muon_learning_rate: PositiveFloat = setting(0.02, "the highest learning rate of Muon")
@@ -116,7 +108,6 @@ class OptimizerSettings:
     max_grad_norm: PositiveFloat | None = setting(
         None,
         "adamw: a gradient with a larger norm is scaled down to it (null: 0.5); Muon's updates have a fixed norm",
-        former="train.clip",
     )
 
 
@@ -128,7 +119,7 @@ class DataSettings:
     global_batch: PositiveInt = setting(8, "sequences of an optimizer step, over all processes and accumulation steps")
     micro_batch: PositiveInt = setting(8, "sequences of one forward of one process", not_in_fingerprint=True)
     supervise: Literal["answers", "all"] = setting(
-        "answers", "tokens that are learned: those of answers, or of prompts too (all)", fingerprint_name="supervise"
+        "answers", "tokens that are learned: those of answers, or of prompts too (all)"
     )
     pack: bool = setting(
         False, "several short sequences of a micro-batch share a row; none attends to another", not_in_fingerprint=True
@@ -162,17 +153,12 @@ class EvaluationSettings:
 class OnPolicySettings:
     """Fresh rollouts, which the engine writes with the head in training as its drafter."""
 
-    every: PositiveInt | None = setting(
-        None, "optimizer steps between fresh rollouts; null: never", former="train.rollout_every"
-    )
+    every: PositiveInt | None = setting(None, "optimizer steps between fresh rollouts; null: never")
     prompts: PositiveInt | None = setting(
         None,
         "fresh rollouts each time; null: every * global_batch, so that each is trained on once",
-        former="train.rollout_prompts",
     )
-    temperatures: Temperatures = setting(
-        (0.0, 0.7, 1.0), "temperatures of the fresh rollouts, used in turn", former="train.rollout_temperatures"
-    )
+    temperatures: Temperatures = setting((0.0, 0.7, 1.0), "temperatures of the fresh rollouts, used in turn")
 
 
 @dataclass(frozen=True)
@@ -193,7 +179,6 @@ class TrainSettings:
         None,
         "a head to train further, such as on a fine-tuned copy of its target: a draft directory, another project's "
         "head, or a hub id (org/name, org/name@revision); its kind is train.head.kind; null: a new head",
-        fingerprint_name="init_from",
     )
     max_steps: PositiveInt | None = setting(None, "end after this many optimizer steps; null: after the epochs")
     precision: Literal["auto", "bf16", "fp32"] = setting(
@@ -234,7 +219,7 @@ class TrainSettings:
         said = "only the regression of a new head with train.head.init=target reads these tokens; set it to null"
         yield "head.start_tokens", regressed, said
         sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
-        said = f"a window holds at least ttt_steps ({steps}) positions, block heads have none; raise it, or set null"
+        said = f"a window holds at least ttt_steps ({steps}) positions, dspark heads have none; raise it, or set null"
         yield "head.sliding_window", sees, said
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "native modules are mtp heads; set it to target, copied or random"

@@ -179,31 +179,6 @@ def token_map(record: Record) -> str:
     )
 
 
-def map_sizes(record: Record) -> str:
-    """Every size of a map: what it covers, drafting time, acceptance and speed, predicted and measured."""
-    header = ("rows", "covers", "drafting, ms", "accept_length", "predicted", "over plain decoding", "predicted")
-    sizes = table(
-        header,
-        (
-            (
-                row["name"] + (" (chosen)" if row["name"] == record["auto"] else ""),
-                NONE if row["coverage"] is None else f"{100 * row['coverage']:.1f} %",
-                decimal(1000 * row["head_seconds"], 2),
-                *(decimal(row[name]) for name in ("accept_length", "predicted_accept_length")),
-                *(f"{decimal(row[name])}x" if row[name] else NONE for name in ("speedup", "predicted_speedup")),
-            )
-            for row in record["rows"]
-        ),
-    )
-    differences = [
-        f"{row['name']}: accept_length {row['over_equal_time']:+.3f} [{row['interval'][0]:+.3f}, "
-        f"{row['interval'][1]:+.3f}] over the static map of equal drafting time."
-        for row in record["rows"]
-        if row.get("interval") is not None
-    ]
-    return "\n\n".join([sizes, *differences])
-
-
 def composed(record: Record) -> str:
     """A head, lookup and both, by task; and the composed drafter over the better of the two."""
     header = ("task", "drafter", "accept_length", "tokens a step", "over plain decoding", "answers equal")

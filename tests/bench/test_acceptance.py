@@ -7,9 +7,8 @@ import torch
 
 from toolkit.bench import table
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
-from toolkit.bench.definitions import OTHERS
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.records import RecordError, read_record, write_record
+from toolkit.bench.records import read_record, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import mode_name, print_acceptance
@@ -123,24 +122,6 @@ def test_a_force_that_shapes_cannot_reach_is_refused(tiny_target, tiny_draft):
         measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES, forced=forced)
     with pytest.raises(DraftShapeError, match="adaptive drafting are both asked for"):
         measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[1:], adaptive=True, forced=forced)
-
-
-def test_every_row_has_the_other_definitions(tiny_target, tiny_draft, capsys):
-    """From the same log as accept_length; a record of before has none, and the table says so."""
-    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], adaptive=True, max_tokens=12, warmup=0)
-    for row in record["rows"]:
-        assert set(row["other_definitions"]) == set(OTHERS) and row["other_definitions"]["sglang_requests"] > 1
-    assert all(f"other_definitions.{key}" in record["definitions"] for key in OTHERS)
-    table.print_definitions(record)
-    words = " ".join(capsys.readouterr().out.split())
-    row = next(row for row in record["rows"] if row["shape"] == "chain")
-    numbers = [f"{row['other_definitions'][key]:.2f}" for key in ("sglang_server", "sglang_requests", "vllm")]
-    assert (
-        f"chain 2 {row['accept_length']:.2f} {' '.join(numbers)}" in words and "EAGLE scripts: sum(new_tokens)" in words
-    )
-    del record["rows"][0]["other_definitions"]
-    with pytest.raises(RecordError, match="measure again"):
-        table.print_definitions(record)
 
 
 def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
-from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -202,19 +201,6 @@ def test_dspark_heads_round_trip(tiny_target, tmp_path, own):
     check_draft_matches(loaded, tiny_target)
 
 
-def test_block_drafters_round_trip(tiny_target, tmp_path):
-    """The size of the block and the rank of the bias decide what a tensor means; all come back, bitwise."""
-    config = BlockConfig.from_target_config(
-        tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
-        draft_vocab_size=85, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, block_size=6, markov_rank=8,
-    )  # fmt: skip
-    head, kept = BlockHead(config), TokenMap.from_ids(range(5, 90), tiny_target.vocab_size)
-    loaded = load_draft(save_draft(tmp_path / "ckpt", head.state_dict(), config, kept, {}))
-    assert loaded.kind == "block" and loaded.head.config == config and loaded.token_map == kept
-    assert all(torch.equal(loaded.head.state_dict()[name], value) for name, value in head.state_dict().items())
-    check_draft_matches(loaded, tiny_target)
-
-
 def test_a_head_that_shares_the_output_matrix_keeps_its_token_map(tiny_target, tmp_path):
     """It drafts the ids that it was trained on; a map that is not whole is named."""
     config_class, head_class, own = SHARED[1]
@@ -242,7 +228,7 @@ def test_damage_to_them_is_named(tiny_target, tmp_path, config_class, head_class
         ({"attention_bias": None}, "lacks attention_bias"),
         (
             {"toolkit": {**config["toolkit"], "head": "medusa"}},
-            "head 'medusa'.*eagle3 or eagle2 or block or dspark or mtp",
+            "head 'medusa'.*eagle3 or eagle2 or dspark or mtp",
         ),
     ):
         (directory / "config.json").write_text(json.dumps({**config, **change}))

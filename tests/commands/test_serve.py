@@ -61,15 +61,6 @@ def test_a_switch_that_would_change_nothing(capsys):
     assert "--disable-overlap-schedule is set, but only CUDA graphs overlap" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("--max-batch", "--max-running-requests"), ("--mem-fraction", "--mem-fraction-static")]
-)
-def test_flags_of_earlier_versions_name_the_new_one(capsys, old, new):
-    """A start script that was written for them must not be answered by the list of all flags."""
-    assert main(["serve", "--target", "x", old, "1"]) == 2
-    assert f"{old} is now {new}" in capsys.readouterr().err
-
-
 def test_short_name(tmp_path):
     """Hub ids stay as they are; nobody wants to type a path into a model field."""
     assert short_name("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit import cli
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.pipeline import prompts as prompts_of_run
 from toolkit.pipeline import train as training
 from toolkit.pipeline.run import Run
@@ -147,27 +147,6 @@ def test_token_map_of_any_corpora(
     assert len(torch.load("small/freq_20.pt", weights_only=True)) == 20
     assert cli.main([*command, "--counts", "map", "--out", "default"]) == 0
     assert Path("default/freq_128.pt").is_file(), "the recipe's size"
-
-
-def test_a_size_that_is_measured(
-    recipe: Path, draft_dir: Path, tiny_target: Target, tiny_target_directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A choice that fails leaves no map, which would look like its result, and the counts for another call."""
-    Path("corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    auto = ["build-token-map", "--recipe", str(recipe), "--size", "auto", "--out", "map", "--draft"]
-    corpus = ["--corpus", "corpus.txt", "--num-proc", "1", "--tokenizer", str(tiny_target_directory)]
-    assert cli.main([*auto, str(draft_dir), *corpus]) == 2
-    assert "cannot change after training" in capsys.readouterr().err
-    assert [path.name for path in Path("map").iterdir()] == ["counting"]
-    Path("ckpt2").mkdir()
-    own = load_draft(draft_dir)
-    state = own.head.state_dict() | {"lm_head.weight": tiny_target.lm_head.weight[own.token_map.ids].detach()}
-    save_draft("ckpt2", state, own.head.config, own.token_map, {"target": {"name": str(tiny_target_directory)}})
-    assert cli.main([*auto, "ckpt2", *corpus]) == 0
-    size = json.loads(Path("map/sizes.json").read_text())["settings"]["chosen"]
-    assert [path.name for path in Path("map").glob("freq_*.pt")] == [f"freq_{size}.pt"]
-    assert json.loads(Path("map/coverage.json").read_text())["size"] == size
-    assert "<- chosen" in capsys.readouterr().out
 
 
 def test_two_token_maps_and_a_broken_one(

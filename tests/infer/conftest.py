@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.infer.running_server import running
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -264,17 +263,6 @@ def build_small_draft(target: Target) -> DraftCheckpoint:
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
 
 
-def build_small_block(target: Target, block_size: int = 5) -> DraftCheckpoint:
-    """An untrained block drafter of two layers, with a draft vocabulary of 20 of the 24 tokens."""
-    torch.manual_seed(7)
-    config = BlockConfig.from_target_config(
-        target.config, vocab_size=24, target_hidden_size=64, draft_vocab_size=20, aux_layer_ids=(1, 2, 3),
-        num_hidden_layers=2, block_size=block_size, markov_rank=4,
-    )  # fmt: skip
-    head = BlockHead(config).eval().requires_grad_(False)
-    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
-
-
 DSPARK_HEADS = {
     "dspark": {"markov_rank": 4},
     "dspark-shared": {"markov_rank": 4, "own_output": False, "confidence_with_markov": False},
@@ -343,8 +331,6 @@ def build(small_target, small_draft, shared_draft):
     """A drafter's draft by its name: n-gram lookup, the EAGLE-3 head, a block drafter, or one of the shared heads."""
 
     def make(name: str):
-        if name == "block":
-            return build_small_block(small_target)
         if name in DSPARK_HEADS:
             return build_small_dspark(small_target, name)
         if name == "ngram":

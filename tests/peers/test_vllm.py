@@ -21,7 +21,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.cli import main
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.targets.facts import target_facts
-from toolkit.train.initialise import initialise_random
+from toolkit.train.warm_start import initialise_random
 
 WORKER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine_worker.py"
 STEPS, PROMPTS, MAX_TOKENS, MAX_CONTEXT = 3, 8, 48, 512

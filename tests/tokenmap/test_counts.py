@@ -54,9 +54,8 @@ def test_the_file_holds_everything(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
-    """The file of an earlier version has the sum only, from which no corpus can be told apart."""
     save_tensors(tmp_path / "counts.safetensors", {"counts": torch.ones(3)})
-    with pytest.raises(TokenMapError, match="holds no token counts of corpora.*count the corpora again"):
+    with pytest.raises(TokenMapError, match="holds no token counts of corpora"):
         load_counts(tmp_path)
     with pytest.raises(TokenMapError, match="does not exist.*Token counts are needed"):
         load_counts(tmp_path / "absent")

@@ -16,12 +16,11 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.train.initialise import initialise_random
+from toolkit.train.warm_start import initialise_random
 
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
-    "block": ("block", ("train.unroll.anchors=9", "train.data.pack=true", "train.unroll.curriculum=[0.2,0.6]")),
     "dspark": ("dspark", ("train.unroll.loss=dspark", "train.head.lm_head=frozen", "train.unroll.anchors=9")),
     "eagle2": ("eagle2", ("train.head.layers=2", "train.data.pack=true")),
     "mtp": ("mtp", ("train.head.layers=2", "train.unroll.checkpointing=true")),

@@ -19,23 +19,22 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, load_dr
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.heads.block import BlockConfig, BlockHead
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.pipeline.recipe_stages import recipe_stages
 from toolkit.pipeline.run import Run
-from toolkit.recipe import RecipeError, load_recipe, result_settings
+from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import target_facts
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train.evaluation import update_best
-from toolkit.train.init_head import continued_head
 from toolkit.train.offline_features import stored_layer_ids
 from toolkit.train.state import Position
+from toolkit.train.warm_start import continued_head
 from toolkit.train_settings import EvaluationSettings, HeadSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file
 
@@ -121,25 +120,6 @@ def test_mtp_layers_are_trained_further(target, tmp_path):
     assert all(torch.equal(found.state_dict()[name], value) for name, value in head.state_dict().items())
 
 
-def test_a_block_drafter_is_trained_further_with_another_map(target, tmp_path):
-    """All of it is carried over but the output rows, whatever the map; a block has the size that it has."""
-    config = BlockConfig.from_target_config(
-        target.config, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, draft_vocab_size=90,
-        aux_layer_ids=(1, 2, 3), markov_rank=8,
-    )  # fmt: skip
-    head, own = BlockHead(config).requires_grad_(False), TokenMap.from_ids(range(10, 100), target.vocab_size)
-    settings = TrainSettings(init=str(write(tmp_path / "head", head, own)), head=HeadSettings(kind="block"))
-    token_map = TokenMap.from_ids(range(0, target.vocab_size, 3), target.vocab_size)
-    found, _ = started(settings, target, token_map)
-    for name, value in head.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(found.state_dict()[name], value), name
-    assert len(found.lm_head.weight) == token_map.size
-    assert all(parameter.requires_grad for parameter in found.parameters())
-    shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
-    with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
-        plan_head(shorter, target, token_map)
-
-
 @pytest.mark.parametrize("own_output", [True, False])
 def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, own_output):
     """Its bias has rows of ids as its output matrix has: those of new ids are 0. One that scored by the target's
@@ -161,6 +141,9 @@ def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, own
         assert torch.equal(row, before[place] if place >= 0 else torch.zeros(8))
         carried = place >= 0 and own_output
         assert torch.equal(output, head.lm_head.weight[place] if carried else target.lm_head.weight[token])
+    shorter = replace(settings, unroll=UnrollSettings(ttt_steps=3))
+    with pytest.raises(RecipeError, match="drafts blocks of 4 tokens.*set train.unroll.ttt_steps=4"):
+        plan_head(shorter, target, token_map)
 
 
 @pytest.mark.parametrize("lm_head", [None, "target", "frozen"])
@@ -265,12 +248,8 @@ def test_settings_that_do_not_suit_the_head_are_refused(target, tmp_path):
         plan_head(TrainSettings(init="nowhere/at/all"), target, TokenMap.identity(target.vocab_size))
 
 
-def test_rules_and_fingerprints_of_the_key(tiny_run, tmp_path):
-    """Without train.init old run folders stay valid; with it no other key of the same name hides it."""
+def test_rules_of_the_key(tiny_run, tmp_path):
     path = tiny_run / "recipe.yaml"
-    assert "init_from" not in result_settings(TrainSettings())
-    settings = result_settings(load_recipe(path, ["train.init=org/head"]).train)
-    assert (settings["init_from"], settings["init"]) == ("org/head", "target")
     for override, says in (
         ("train.head.init=random", "train.head.init = 'random'.*train.init: null"),
         ("train.init=native", "train.init = 'native', but a head, or train.head.init=native, is needed"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
-from toolkit.heads.block import BlockDraftHead
+from toolkit.heads.dspark import DSparkHead
 from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
@@ -30,8 +30,6 @@ KINDS = {
     "eagle2": {"kind": "eagle2", "layers": 2},
     "mtp": {"kind": "mtp", "sliding_window": 9},
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
-    "block": {"kind": "block", "markov_rank": 8},
-    "block-two-layers": {"kind": "block", "layers": 2, "markov_rank": 8},
     "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
 }
 
@@ -50,7 +48,7 @@ def _batch(prompts, answers):
     return collate(examples, pad_id=0)
 
 
-SLOW = ("eagle3-two-layers", "mtp-two-layers", "block-two-layers")
+SLOW = ("eagle3-two-layers", "mtp-two-layers")
 
 
 @pytest.fixture(
@@ -114,7 +112,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    block = isinstance(model.head, BlockDraftHead)
+    block = isinstance(model.head, DSparkHead)
     rollout = BlockRollout if block else DraftRollout
     scored, inner = [], rollout.logits
     monkeypatch.setattr(rollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
@@ -129,8 +127,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
             steps = (unroll_blocks if block else unroll)(model.head, inputs.aux, inputs.embeds, STEPS)
             states = torch.stack([state[0, root] for state in steps])
             if block:
-                before = tree.tokens[row, :STEPS]
-                states = model.head.after(states, before, inputs.embeds[0, root + 1 : root + 1 + STEPS])
+                states = model.head.after(states, tree.tokens[row, :STEPS])
             logits = model.score(states, lambda x, rows, *_: F.linear(x, rows))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)

@@ -14,7 +14,6 @@ from typing import Any
 
 from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
-from toolkit.bench.definitions import OTHERS
 from toolkit.bench.engine_context import SideBySide, longest_prompt, with_context
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
@@ -57,7 +56,6 @@ DEFINITIONS = {
     "times mean anything; settings.forced_accept_rate: the conditional rates by depth",
     "shallow_steps": "steps whose drafts were not as deep as the forced rates, so that they accepted less",
     "times": "decode phase of each group of prompts that were decoded together, all turns; for comparisons of records",
-    **{f"other_definitions.{key}": text for key, (_, text) in OTHERS.items()},
 }
 
 

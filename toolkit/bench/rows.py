@@ -11,7 +11,6 @@ import torch
 
 from toolkit.bench.answers import LoggedAnswer, Round
 from toolkit.bench.bootstrap import ratio_interval
-from toolkit.bench.definitions import other_definitions
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
@@ -110,7 +109,6 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "interval": _interval(answers),
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
-        "other_definitions": other_definitions(answers),
         **_speed(rounds, mode, task),
         **_parts(answers),
         **_equality(None if judged is None else len(answers), [found.near_tie for found in parted]),

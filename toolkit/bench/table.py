@@ -10,9 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.definitions import OTHERS, RATE
 from toolkit.bench.prompts import BUILTIN
-from toolkit.bench.records import RecordError
 from toolkit.bench.rows import (
     ALL,
     HEAD_ALONE,
@@ -71,26 +69,6 @@ def new_table(first: str, columns: Iterable[str], left: Container[str] = ()) -> 
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return table
-
-
-def print_definitions(record: dict[str, Any], console: Console | None = None) -> None:
-    """Print the accept_length of each setting as other projects would count it, and how they count.
-
-    Raises `RecordError` for a record that was measured before these were counted.
-    """
-    rows = [row for row in record["rows"] if row["task"] == ALL]
-    if not all("other_definitions" in row for row in rows):
-        raise RecordError("the record does not have the accept lengths of other definitions; measure again")
-    console = console or wide_console()
-    console.print(Text(f"accept_length by definition{forced_text(record, ', ')}", style="bold"))
-    table = new_table("draft", ("ours", *(column for column, _ in OTHERS.values())))
-    for row in rows:
-        others = row["other_definitions"]
-        texts = [share_text(others[key]) if key == RATE else decimal(others[key]) for key in OTHERS]
-        table.add_row(shape_name(row), decimal(row["accept_length"]), *texts)
-    console.print(table)
-    for name, text in (("ours", record["definitions"]["accept_length"]), *OTHERS.values()):
-        console.print(Text(f"{' '.join(name.split())}: {text}."))
 
 
 def header_line(record: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
-from toolkit.checkpoint.stitch_gguf import is_stitched_as_gguf, stitch_gguf
 from toolkit.checkpoint.stitch_native import stitch
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.targets.facts import TargetFacts, target_facts
@@ -42,11 +41,7 @@ def export_path(
     """
     draft = open_head(path, target=target, overrides=dict(settings))
     facts = _facts(draft, path, target)
-    if to == NATIVE and is_stitched_as_gguf(facts):
-        if token_map is not None:
-            raise ExportError(f"`token_map` is {token_map}, and llama.cpp drafts all tokens; leave it out")
-        launch, notes = stitch_gguf(draft, facts, out, _shape(shape, draft))
-    elif to == NATIVE:
+    if to == NATIVE:
         launch, notes = stitch(draft, facts, out, _shape(shape, draft), token_map)
     elif token_map is not None:
         raise ExportError(f"`token_map` is {token_map}, which only an export to native has beside it; leave it out")

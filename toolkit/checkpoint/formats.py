@@ -54,10 +54,6 @@ FORMATS = {
         DSPARK,
         "SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
     ),
-    "block": Formats(
-        why_not="its queries read the last hidden states and a vector of each mask, those of DFlash and DSpark models "
-        "neither, so no weights of theirs draft the same; serve it with `toolkit serve`, or train a dspark head"
-    ),
     "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }
 

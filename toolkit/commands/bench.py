@@ -9,7 +9,6 @@ from pathlib import Path
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, engine_config, errors_with_flags, flag_of
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.run import ACCEPTANCE
 from toolkit.recipe import BenchSettings
 from toolkit.recipe_yaml import build
 
@@ -59,11 +58,6 @@ def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
     defaults = BenchSettings()
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
-    acceptance.add_argument(
-        "--definitions",
-        action="store_true",
-        help="also print the accept length that SGLang, vLLM and EAGLE's scripts would print for the same steps",
-    )
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
     add_engine_arguments(group, ENGINE, verify=VERIFY_HELP, draft=DRAFT_HELP, target=TARGET_HELP)
     group.add_argument(
@@ -142,11 +136,6 @@ def run(args: argparse.Namespace) -> int:
     job = run_of(args)
     set_threads()
     run_one_stage(job, "measure", args.force)
-    if args.definitions:
-        from toolkit.bench.records import read_record
-        from toolkit.bench.table import print_definitions
-
-        print_definitions(read_record(job.folder / ACCEPTANCE))
     return 0
 
 
@@ -163,7 +152,6 @@ def _measure_any(args: argparse.Namespace) -> None:
             seed=args.seed or 0,
             check_tokens=not args.no_check,
             force_accept_length=args.force_accept_length,
-            definitions=args.definitions,
             searched=args.shapes is None,
             out=args.out,
         )

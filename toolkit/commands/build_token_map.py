@@ -18,13 +18,12 @@ EPILOG = (
     "recognised by their keys: their response tokens are counted, those of the split held_out as held-out text."
 )
 DEFAULT_ROLES = ("assistant",)
-AUTO = "auto"
 # What is done, by the flag that says so, and the flags that go with it.
 ALLOWED = {
     "diff": ("counts", "tokenizer"),
     "repair": ("counts", "tokenizer", "vocab_size", "out"),
-    "counts": ("size", "coverage", "out", "draft", "tokenizer"),
-    "corpus": ("held_out", "roles", "tokenizer", "vocab_size", "num_proc", "size", "coverage", "out", "draft"),
+    "counts": ("size", "coverage", "out", "tokenizer"),
+    "corpus": ("held_out", "roles", "tokenizer", "vocab_size", "num_proc", "size", "coverage", "out"),
 }
 
 
@@ -94,21 +93,15 @@ def _size_arguments(group: Any) -> None:
     size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--size",
-        type=_size,
+        type=int,
         metavar="N",
-        help="keep the N most common ids; auto: as many as make decoding with the head --draft the fastest here",
+        help="keep the N most common ids",
     )
     size.add_argument(
         "--coverage",
         type=float,
         metavar="SHARE",
         help="keep the fewest ids that cover this share of the counted tokens, e.g. 0.95",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="HEAD",
-        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's "
-        "output matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
     )
 
 
@@ -142,11 +135,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _size(text: str) -> int | str:
-    return text if text == AUTO else int(text)
-
-
-def _write_map(args: argparse.Namespace, tokenizer: str, size: int | str | None, coverage: float | None) -> None:
+def _write_map(args: argparse.Namespace, tokenizer: str, size: int | None, coverage: float | None) -> None:
     """Writes the map of --counts or --corpus."""
     set_threads()  # before torch computes
     from toolkit.pipeline.token_map import counts_of, write_map  # loads torch
@@ -161,23 +150,10 @@ def _write_map(args: argparse.Namespace, tokenizer: str, size: int | str | None,
             tokenizer,
             args.out,
             roles=args.roles or DEFAULT_ROLES,
-            vocab_size=_vocab_size(args) if size == AUTO and args.vocab_size is None else args.vocab_size,
+            vocab_size=args.vocab_size,
             num_proc=args.num_proc or physical_cores(),
         )
-    if isinstance(size, str):
-        from toolkit.pipeline.map_size import choose_size
-
-        for line in choose_size(counts, args.out, args.draft, args.tokenizer if args.draft == "native" else None):
-            print(line)
-    else:
-        write_map(counts, args.out, size, coverage)
-
-
-def _vocab_size(args: argparse.Namespace) -> int:
-    """Rows of the output matrix that the head of --size auto drafts with."""
-    from toolkit.pipeline.map_size import vocabulary_of  # loads torch
-
-    return vocabulary_of(args.draft, args.tokenizer if args.draft == "native" else None)
+    write_map(counts, args.out, size, coverage)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -195,10 +171,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ArgumentsError(f"{_flag(name)} does not go with {_flag(mode)}; leave it out")
     if mode not in (None, "diff") and args.out is None:
         raise ArgumentsError(f"{_flag(str(mode))} needs --out DIR, the folder that is written")
-    if (args.size == AUTO) != (args.draft is not None):
-        raise ArgumentsError("--size auto and --draft HEAD are given together: the head is what the size is chosen for")
-    if args.draft == "native" and args.tokenizer is None:
-        raise ArgumentsError("--draft native is the module of a target; name the target with --tokenizer")
     if mode == "repair" and args.counts is not None and args.vocab_size is not None:
         raise ArgumentsError("--vocab-size and --counts are both given; the counts state the size of the vocabulary")
     if args.num_proc is not None and args.num_proc < 1:

@@ -1,6 +1,7 @@
 """Flags of SGLang and vLLM for options of ours, so that a start script written for them needs no change.
 
-`translate` replaces them by our options. A flag without an equivalent is refused by name, with what to use instead.
+`translate` replaces them by our options. TABLE has every flag that is known here; one without an equivalent is refused
+by name, with what to use instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class Alias(NamedTuple):
     value: Any = None
 
 
-ALIASES = {
+_ONE_ATTENTION = "the engine has one attention per device: leave it out"
+_REPLICAS = "start one server per replica behind a load balancer"
+# By their name: the flag as it is read here, or what to do without it.
+TABLE: dict[str, Alias | str] = {
     "model_path": Alias("target", "MODEL", "SGLang's --target"),
     "model": Alias("target", "MODEL", "vLLM's --target"),
     "speculative_algorithm": Alias(
@@ -55,79 +59,30 @@ ALIASES = {
     "enable_deterministic_inference": Alias("deterministic", None, "SGLang's --deterministic", value=True),
     "enable_torch_compile": Alias("torch_compile", None, "SGLang's --torch-compile", value=True),
     "enforce_eager": Alias("disable_cuda_graph", None, "vLLM's --disable-cuda-graph", value=True),
-}
-# SGLang's algorithms and vLLM's methods -> kinds of heads
-BLOCKS = ("dspark", "block")
-ALGORITHMS = {
-    "EAGLE": ("eagle2", "mtp"), "EAGLE3": ("eagle3",), "NEXTN": ("mtp",), "DFLASH": ("dspark",), "DSPARK": BLOCKS,
-}  # fmt: skip
-METHODS = {"eagle": ("eagle2",), "eagle3": ("eagle3",), "mtp": ("mtp",), "dflash": ("dspark",), "dspark": BLOCKS}
-
-_LOSSLESS = "drafts never change the distribution of answers here: leave it out, or choose a rule with --verify"
-_HEADS = "the head and its layers are read from its checkpoint: leave it out"
-_LOOKUP = "use --lookup, with --lookup-corpus FILE for a corpus; its matches need no settings"
-_BY_LOAD = "adaptive drafting measures while it serves, and `toolkit search` finds the shape by running requests"
-_ONE_ATTENTION = "the engine has one attention per device: leave it out"
-_ONE_FORMAT = "the cache has the number format of the target (--dtype): leave it out"
-# Flags without an equivalent -> what to do. "*" at the end: all that begin so.
-REFUSED = {
-    "speculative-accept-threshold-*": _LOSSLESS,
-    "speculative-use-rejection-sampling": "use --verify rejection",
-    "speculative-use-block-verification": "use --verify block",
-    "speculative-draft-model-revision": "write it after the head's hub id: --draft org/name@revision",
-    "speculative-draft-model-quantization": "use --draft-quantization",
-    "speculative-draft-window-size": _HEADS,
-    "speculative-draft-attention-backend": _ONE_ATTENTION,
-    "speculative-draft-*": _HEADS,
-    "speculative-attention-mode": _ONE_ATTENTION,
-    "speculative-adaptive-config": _BY_LOAD,
-    "speculative-ngram-*": _LOOKUP,
-    "speculative-dflash-*": "a block is read from its checkpoint; --shape S,1,N drafts fewer tokens of it",
-    "speculative-dspark-*": "a block is read from its checkpoint; --draft-confidence ends its chains early",
-    "speculative-model": "use --draft",
-    "speculative-*": "drafting is set by --draft, --shape, --adaptive, --lookup and --verify",
-    "num-speculative-tokens": "use --shape S,1,N, a chain of S drafted tokens with N = S + 1",
-    "attention-backend": _ONE_ATTENTION,
-    "kv-cache-dtype": _ONE_FORMAT,
-    "gpu-memory-utilization": "it counts the weights too; use --mem-fraction-static, the cache's share of what is free",
-    "max-num-batched-tokens": "use --chunked-prefill-size",
-    "enable-prefix-caching": "it is on: leave it out (--no-prefix-cache switches it off)",
-    "no-enable-prefix-caching": "use --no-prefix-cache",
-    "data-parallel-size": "start one server per replica behind a load balancer",
-    "dp-size": "start one server per replica behind a load balancer",
-    "pipeline-parallel-size": "use --tensor-parallel-size",
-    "pp-size": "use --tensor-parallel-size",
-    "enable-metrics": "metrics are always at /metrics: leave it out",
-    "decode-log-interval": "it counts steps; use --log-interval, in seconds",
-    "log-level": "set TOOLKIT_LOG in the environment",
-    "enable-lora": "adapters are not supported: merge the adapter into the target",
-    "lora-paths": "adapters are not supported: merge the adapter into the target",
-}
-# Keys of --speculative-config without an equivalent -> what to do
-REFUSED_KEYS = {
-    "prompt_lookup_max": "lookup matches 2 to 4 tokens, the longest first: leave it out",
-    "prompt_lookup_min": "lookup matches 2 to 4 tokens, the longest first: leave it out",
-    "draft_tensor_parallel_size": "the head is divided as the target is: leave it out",
-    "quantization": "use --draft-quantization",
-    "max_model_len": "use --context-length, for target and head",
-    "enforce_eager": "use --disable-cuda-graph, for target and head",
-    "disable_by_batch_size": _BY_LOAD,
-    "num_speculative_tokens_per_batch_size": _BY_LOAD,
-    "speculative_token_tree": "use --shape S,K,N",
-    "rejection_sample_method": "use --verify",
-    "draft_sample_method": "use --verify",
-    "acceptance_method": "use --verify",
-    "posterior_threshold": _LOSSLESS,
-    "posterior_alpha": _LOSSLESS,
-    "synthetic_acceptance_length": "for benchmarks: toolkit bench acceptance --force-accept-length",
-    "synthetic_acceptance_rates": "for benchmarks: toolkit bench acceptance --force-accept-length",
+    "num_speculative_tokens": "use --shape S,1,N, a chain of S drafted tokens with N = S + 1",
     "attention_backend": _ONE_ATTENTION,
-    "code_revision": "code of a model's repository is never run: leave it out",
-    "draft_load_config": _HEADS,
-    "parallel_drafting": _HEADS,
-    **dict.fromkeys(("disable_padded_drafter_batch", "use_local_argmax_reduction"), "leave it out"),
-    **{f"suffix_decoding_{end}": _LOOKUP for end in ("max_tree_depth", "max_spec_factor", "min_token_prob")},
+    "kv_cache_dtype": "the cache has the number format of the target (--dtype): leave it out",
+    "gpu_memory_utilization": "it counts the weights too; use --mem-fraction-static, the cache's share of what is free",
+    "max_num_batched_tokens": "use --chunked-prefill-size",
+    "enable_prefix_caching": "it is on: leave it out (--no-prefix-cache switches it off)",
+    "no_enable_prefix_caching": "use --no-prefix-cache",
+    "data_parallel_size": _REPLICAS,
+    "dp_size": _REPLICAS,
+    "pipeline_parallel_size": "use --tensor-parallel-size",
+    "pp_size": "use --tensor-parallel-size",
+    "enable_metrics": "metrics are always at /metrics: leave it out",
+    "decode_log_interval": "it counts steps; use --log-interval, in seconds",
+    "log_level": "set TOOLKIT_LOG in the environment",
+    "enable_lora": "adapters are not supported: merge the adapter into the target",
+    "lora_paths": "adapters are not supported: merge the adapter into the target",
 }
+ALIASES = {name: known for name, known in TABLE.items() if isinstance(known, Alias)}
+OTHER_SPECULATIVE = "drafting is set by --draft, --shape, --adaptive, --lookup, --verify and --draft-confidence"
+# SGLang's algorithms and vLLM's methods -> kinds of heads
+METHODS = {
+    "eagle": ("eagle2", "mtp"), "eagle3": ("eagle3",), "nextn": ("mtp",), "mtp": ("mtp",), "dflash": ("dspark",),
+    "dspark": ("dspark",), "ngram": (),
+}  # fmt: skip
 KEYS = (
     "method", "model", "revision", "num_speculative_tokens", "draft_token_map", "draft_token_map_dynamic_rows",
 )  # fmt: skip
@@ -149,12 +104,9 @@ def add_alias_arguments(group: Arguments) -> None:
 def refuse_without_equivalent(names: Sequence[str]) -> None:
     """Raise ConfigError for the first flag that has no equivalent here. names: without the leading dashes."""
     for name in names:
-        for known, advice in REFUSED.items():
-            if name == known or (known[-1] == "*" and name.startswith(known[:-1]) and f"--{name}" not in _FLAGS):
-                raise ConfigError(f"--{name} has no equivalent here: {advice}")
-
-
-_FLAGS = {flag_of(name) for name in ALIASES}
+        known = TABLE.get(name.replace("-", "_"), OTHER_SPECULATIVE if name.startswith("speculative-") else None)
+        if isinstance(known, str):
+            raise ConfigError(f"--{name} has no equivalent here: {known}")
 
 
 def translate(args: argparse.Namespace) -> None:
@@ -169,12 +121,27 @@ def translate(args: argparse.Namespace) -> None:
             told.append((flag_of(name), alias.option, value if alias.metavar else alias.value))
     told += _shape(given)
     settings = _speculative_config(given.get("speculative_config"))
-    told += _of_vllm(settings, _only(told, "target"))
-    drafts = _only(told, "draft") is not None
-    told += _of_algorithm(given.get("speculative_algorithm"), drafts=drafts)
+    told += _of_config(settings, _only(told, "target"))
+    args.draft_kinds = {}
+    for where, name in _methods(given, settings):
+        kinds = METHODS.get(_family(name))
+        if kinds is None:
+            raise ConfigError(
+                f"{where} is not supported; {', '.join(METHODS)} are. Beside a head, --lookup drafts what followed the "
+                "same words earlier"
+            )
+        if not kinds:
+            told.append((where, "draft", NGRAM))
+            continue
+        args.draft_kinds[where] = kinds
+        if _only(told, "draft") is None:
+            if "mtp" not in kinds:
+                raise ConfigError(f"{where} needs a head; give its directory by --draft")
+            told.append((where, "draft", NATIVE))
+    if settings and _only(told, "draft") is None:
+        raise ConfigError("--speculative-config names no draft; give model, or the method ngram or mtp")
     for option, value in _agreed(told):
         setattr(args, option, value)
-    args.draft_kinds = dict(_kinds(given, settings))
 
 
 def check_draft_kind(args: argparse.Namespace, kind: str | None) -> None:
@@ -228,25 +195,6 @@ def _shape(given: Mapping[str, Any]) -> list[Told]:
     return [(where, "shape", f"{steps},{k or 1},{nodes}")]
 
 
-def _of_algorithm(name: str | None, *, drafts: bool) -> list[Told]:
-    """drafts: a draft is given, whose kind is checked once it is loaded (check_draft_kind)."""
-    if name is None:
-        return []
-    where = f"--speculative-algorithm {name}"
-    if name.upper() == "NGRAM":
-        return [(where, "draft", NGRAM)]
-    if name.upper() not in ALGORITHMS:
-        raise ConfigError(
-            f"{where} is not supported; {', '.join(ALGORITHMS)} and NGRAM are. Beside a head, --lookup drafts what "
-            "followed the same words earlier"
-        )
-    if drafts:
-        return []
-    if "mtp" not in ALGORITHMS[name.upper()]:
-        raise ConfigError(f"{where} needs a head; give --speculative-draft-model-path or --draft")
-    return [(where, "draft", NATIVE)]
-
-
 def _speculative_config(text: str | None) -> dict[str, Any]:
     """The object of --speculative-config. Raises ConfigError for text that is none, and for a key to be refused."""
     if text is None:
@@ -261,30 +209,18 @@ def _speculative_config(text: str | None) -> dict[str, Any]:
     for key in settings:
         if key in KEYS:
             continue
-        if key in REFUSED_KEYS:
-            raise ConfigError(f"--speculative-config: {key} has no equivalent here: {REFUSED_KEYS[key]}")
-        near = difflib.get_close_matches(key, (*KEYS, *REFUSED_KEYS), n=1)
+        near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}"
         raise ConfigError(f"--speculative-config: unknown key {key}; {hint}")
     return settings
 
 
-def _of_vllm(settings: Mapping[str, Any], target: Any) -> Iterator[Told]:
-    """Our options for the keys of --speculative-config."""
+def _of_config(settings: Mapping[str, Any], target: Any) -> Iterator[Told]:
+    """Our options for the keys of --speculative-config, but for the method."""
     where = "--speculative-config"
-    if not settings:
-        return
     method, model, revision = (settings.get(key) for key in ("method", "model", "revision"))
-    if _is_lookup(settings):
-        yield where, "draft", NGRAM
-    elif method is not None and _head_method(method) not in METHODS:
-        raise ConfigError(f"{where}: method {method} is not supported; {', '.join(METHODS)} and ngram are")
-    elif model is not None and not (_head_method(method) == "mtp" and model == target):
+    if model is not None and not _is_lookup(settings) and not (_family(method) == "mtp" and model == target):
         yield where, "draft", model if revision is None else f"{model}@{revision}"
-    elif _head_method(method) == "mtp":
-        yield where, "draft", NATIVE
-    else:
-        raise ConfigError(f"{where} names no draft; give model, or the method ngram or mtp")
     count = settings.get("num_speculative_tokens")
     if count is not None:
         if type(count) is not int or count < 1:
@@ -299,14 +235,16 @@ def _is_lookup(settings: Mapping[str, Any]) -> bool:
     return "ngram" in (settings.get("method"), str(settings.get("model", "")).strip("[]"))
 
 
-def _head_method(method: str | None) -> str | None:
+def _family(method: Any) -> str:
     """vLLM's families of MTP modules (deepseek_mtp, ...) are one method."""
-    return "mtp" if method is not None and str(method).endswith("_mtp") else method
+    return "mtp" if str(method).endswith("_mtp") else str(method).lower()
 
 
-def _kinds(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    algorithm, method = given.get("speculative_algorithm", ""), _head_method(settings.get("method"))
-    if algorithm.upper() in ALGORITHMS:
-        yield f"--speculative-algorithm {algorithm}", ALGORITHMS[algorithm.upper()]
-    if method in METHODS and not _is_lookup(settings):
-        yield f"--speculative-config: method {settings['method']}", METHODS[method]
+def _methods(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where a method of drafting is named, and its name."""
+    if "speculative_algorithm" in given:
+        yield f"--speculative-algorithm {given['speculative_algorithm']}", given["speculative_algorithm"]
+    if _is_lookup(settings):
+        yield "--speculative-config: method ngram", "ngram"
+    elif "method" in settings:
+        yield f"--speculative-config: method {settings['method']}", settings["method"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.infer.load.config import ConfigError, EngineConfig, choices_of, value_types
-from toolkit.infer.load.options import RENAMED
 
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.infer.load.load_engine import LoadedEngine
@@ -46,16 +45,6 @@ def add_engine_arguments(group: Arguments, names: Collection[str] = OPTIONS, **t
             settings["metavar"] = known["metavar"]
             settings["type"] = next((kind for kind in (int, float) if kind in kinds), str)
         group.add_argument(*flags, **settings)
-    for old, new in RENAMED.items():
-        if new in names:
-            group.add_argument(flag_of(old), action=_Renamed, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-
-
-class _Renamed(argparse.Action):
-    """A flag of an earlier version. Raises ConfigError that names the new one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise ConfigError(f"{flag_of(self.dest)} is now {flag_of(RENAMED[self.dest])}; use that flag")
 
 
 def engine_config(args: argparse.Namespace, **options: Any) -> EngineConfig:

@@ -54,7 +54,7 @@ class LayerCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How to initialise a head from the target's weights. `train/initialise.py` applies it.
+    """How to initialise a head from the target's weights. `train/warm_start.py` applies it.
 
     copies: layers copied from the target. last_norm: name and module of the norm before the output matrix, copied from
     the target; None: the head has no such norm. solved: the linear layer solved by ridge regression, from the features
@@ -63,9 +63,6 @@ class WarmStart:
     the first of `copies` after the regression.
     ahead: False: `solved` predicts the state at i itself, from features alone.
     same_norms: norms that start as a copy of another norm of the head, after `copies`.
-    query, masks: of a block drafter. `query` reads the embedding of token i+1; the sum of its output and of the last H
-    rows of `solved` is solved as above, the first H rows to the target's state at i. The embeddings `masks` start as
-    the mean over the texts.
     """
 
     copies: Sequence[LayerCopy]
@@ -75,13 +72,6 @@ class WarmStart:
     repeats: Sequence[nn.Module] = ()
     ahead: bool = True
     same_norms: Sequence[tuple[nn.Module, nn.Module]] = ()
-    query: nn.Linear | None = None
-    masks: nn.Embedding | None = None
-
-    @property
-    def columns(self) -> int:
-        """Inputs of the regression."""
-        return self.solved.in_features + (0 if self.query is None else self.query.in_features)
 
 
 class DraftHead(nn.Module, ABC):

@@ -13,8 +13,7 @@ vocabulary, V target vocabulary, r rank of the Markov bias.
 
 The layers are Qwen3's. A query is the target's embedding of x_{t+1} or of one mask token; the features reach it by the
 attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r,
-`markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none. `heads/block.py` is
-our own form, which starts from more of the target.
+`markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.block import BlockDraftConfig, BlockDraftHead, Write
-from toolkit.heads.decoder_layer import DecoderLayer
-from toolkit.heads.draft_head import OutputMatrix, Project, WarmStart
+from toolkit.heads.aux_config import AuxHeadConfig
+from toolkit.heads.decoder_layer import Attend, DecoderLayer
+from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadError
 from toolkit.heads.layer_ops import RMSNorm
 from toolkit.heads.rope import Rope
@@ -38,20 +37,28 @@ if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings
 
 
-@dataclass(frozen=True)
-class DSparkConfig(BlockDraftConfig):
-    """mask_token_id: whose embedding the masks are. sample_from_anchor: the first place drafts too (DSpark), else the
-    masks alone do (DFlash). A markov_rank of 0 means no bias. confidence: the head says how sure a draft is;
-    confidence_with_markov: from what the bias reads, too. own_output: the head has an output matrix; else it scores by
-    the target's.
+# Keys [T, kv_heads, hd], rotated, and values of the context in one layer. Called once per layer, in order.
+Write = Callable[[Tensor, Tensor], None]
 
-    Raises ValueError as `BlockDraftConfig`, and for a mask token outside of the vocabulary, a confidence that reads a
-    bias which the head lacks, or a cut vocabulary without an output matrix.
+
+@dataclass(frozen=True)
+class DSparkConfig(AuxHeadConfig):
+    """block_size: places of a block, b. markov_rank: r; 0 means no bias. mask_token_id: whose embedding the masks are.
+    sample_from_anchor: the first place drafts too (DSpark), else the masks alone do (DFlash). confidence: the head says
+    how sure a draft is; confidence_with_markov: from what the bias reads, too. own_output: the head has an output
+    matrix; else it scores by the target's.
+
+    Raises ValueError for less than two places, a sliding window, a mask token outside of the vocabulary, a confidence
+    that reads a bias which the head lacks, or a cut vocabulary without an output matrix.
     """
 
     kind = "dspark"
     engine_names = EngineNames(sglang="DSPARK", vllm="dspark")
 
+    own_settings = ("markov_rank",)
+
+    block_size: int = 4
+    markov_rank: int = 64
     mask_token_id: int = 0
     sample_from_anchor: bool = True
     confidence: bool = True
@@ -60,6 +67,13 @@ class DSparkConfig(BlockDraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.block_size < 2:
+            raise ValueError(f"dspark config: block_size is {self.block_size}; at least 2 is needed")
+        if self.sliding_window is not None:
+            raise ValueError(
+                f"dspark config: sliding_window is {self.sliding_window}, but a block sees all its context; leave it "
+                "out"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"dspark config: mask_token_id is {self.mask_token_id}; an id below vocab_size, {self.vocab_size}, is "
@@ -83,6 +97,11 @@ class DSparkConfig(BlockDraftConfig):
     def drafts_at_once(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    def for_steps(self, steps: int) -> Self:
+        if steps < 2:
+            raise HeadError(f"train.unroll.ttt_steps is {steps}; a block has at least 2 tokens")
+        return replace(self, block_size=self.block_size - self.drafts_at_once + steps)
+
     def with_vocabulary(self, size: int) -> Self:
         return replace(self, draft_vocab_size=size, own_output=True)
 
@@ -90,7 +109,7 @@ class DSparkConfig(BlockDraftConfig):
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Self:
-        """As `BlockDraftConfig.from_settings`. Without a setting the mask token is the last id of the vocabulary."""
+        """As `AuxHeadConfig.from_settings`. Without a setting the mask token is the last id of the vocabulary."""
         built = super().from_settings(
             settings, config, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, n_layers=n_layers
         )
@@ -118,11 +137,12 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(columns, 1)
 
 
-class DSparkHead(BlockDraftHead):
+class DSparkHead(DraftHead):
     """`fc`, `hidden_norm`, `layers.N.*`, `norm`, `lm_head` (if own_output), `markov_head.{markov_w1, markov_w2}`,
     `confidence_head.proj`, the names of DSpark's checkpoints. The embedding is the target's.
 
-    mask [1, H]: the embedding of the mask token, the target's; not stored with the head.
+    mask [1, H]: the embedding of the mask token, the target's; not stored with the head. has_confidence: whether
+    `confident` says something.
     """
 
     config_class = DSparkConfig
@@ -158,29 +178,52 @@ class DSparkHead(BlockDraftHead):
         return self.hidden_norm(self.fc(features))
 
     def write_context(self, hidden: Tensor, positions: Tensor, reach: int, write: Write) -> None:
-        """As `BlockDraftHead.write_context`; hidden [T, H]."""
+        """Give the keys and values of known positions to `write`, layer by layer.
+
+        hidden [T, H]: of `first_hidden`; positions [T] int64, all below `reach`."""
         cos, sin = self.rope(positions, hidden, reach)
         layer: Any
         for layer in self.layers:
             write(*layer.self_attn.keys_values(hidden, cos, sin))
 
-    def queries(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """As `BlockDraftHead.queries`; `hidden` is not read."""
+    def queries(self, embeds: Tensor) -> Tensor:
+        """The input [T, H] of the first layer; arguments as of `forward`."""
         anchors = embeds.view(-1, self.config.block_size, embeds.shape[-1])[:, :1]
         masks = self.mask.to(embeds.dtype).expand(len(anchors), self.config.block_size - 1, -1)
         return torch.cat((anchors, masks), dim=1).flatten(0, 1)
 
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+    ) -> Tensor:
+        """Draft n blocks in one pass; T = n*b, block by block.
+
+        embeds [T, H]: of the token x_{t+1} at the first place of a block; the others are not read. hidden: not read.
+        positions [T]: t+1, t+2, .. Returns [T, H], the input of `read`.
+        """
+        x = self.queries(embeds)
+        cos, sin = self.rope(positions, embeds, reach)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
+
+    def normed(self, states: Tensor) -> Tensor:
+        return self.norm(states)
+
     # -- logits --------------------------------------------------------------------------------------------------------
 
-    def before(self, tokens: Tensor, embeds: Tensor) -> Tensor | None:
+    def before(self, tokens: Tensor) -> Tensor | None:
+        """What the Markov bias reads of the tokens before the predicted ones: ids [...] -> [..., r]; None without a
+        bias."""
         return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
 
-    def after(self, states: Tensor, tokens: Tensor, embeds: Tensor) -> Tensor:
-        """As `BlockDraftHead.after`: [..., H + r]."""
-        normed, before = self.normed(states), self.before(tokens, embeds)
+    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Outputs of `read` [..., H] and ids [...] of the tokens before the predicted ones -> the input of `logits` and
+        `confident`, [..., H + r]."""
+        normed, before = self.normed(states), self.before(tokens)
         return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
 
-    def bias_rows(self, scores: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def bias_rows(self) -> Tensor | None:
+        """The second factor of the bias, [r, D]; None without a bias."""
         return None if self.markov_head is None else self.markov_head.markov_w2.weight.T.clone()
 
     def extended(self, project: Project) -> Project:
@@ -222,6 +265,8 @@ class DSparkHead(BlockDraftHead):
             self.markov_head.markov_w2 = new
 
     def confident(self, states: Tensor) -> Tensor | None:
+        """Outputs of `after` -> logit [...] of the chance that the target accepts the draft, if it accepts those
+        before; None: the head has no such output. The training of it does not change the rest of the head."""
         if self.confidence_head is None:
             return None
         proj = self.confidence_head.proj
@@ -229,8 +274,9 @@ class DSparkHead(BlockDraftHead):
 
     def warm_start(self) -> WarmStart:
         """Copy the target's last layers. `fc` gives the input of the first of them; its norm is the context's too."""
+        count = len(self.layers)
         return WarmStart(
-            copies=self.layer_copies(),
+            copies=[LayerCopy(layer, at - count, prefix=f"layers.{at}.") for at, layer in enumerate(self.layers)],
             last_norm=("norm.weight", self.norm),
             solved=self.fc,
             solved_reads=lambda _embeds, features: features,

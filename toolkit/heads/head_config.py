@@ -112,7 +112,7 @@ class HeadConfig(ABC):
 
     @property
     def drafts_at_once(self) -> int:
-        """Tokens that one pass drafts. Above 0 the head is a block drafter (`heads/block.py`), else it drafts a token
+        """Tokens that one pass drafts. Above 0 the head is a block drafter (`heads/dspark.py`), else it drafts a token
         a pass."""
         return 0
 

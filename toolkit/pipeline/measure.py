@@ -20,7 +20,6 @@ from toolkit.bench.table import (
     length_text,
     outcome_line,
     print_acceptance,
-    print_definitions,
     shape_name,
     share_text,
     times,
@@ -105,14 +104,13 @@ def measure_head(
     seed: int = 0,
     check_tokens: bool = True,
     force_accept_length: str | None = None,
-    definitions: bool = False,
     searched: bool = False,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
     """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
 
     searched: in place of `wanted.shapes` take what search.json of the draft directory found, if that holds here.
-    force_accept_length: see `ForcedAcceptance.parse`. definitions: print the accept lengths of other projects, too.
+    force_accept_length: see `ForcedAcceptance.parse`.
     out: the record's file; None: runs/acceptance-<hardware>.json. The draft directory is left as it is.
     Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`, `EngineError`.
     """
@@ -137,8 +135,6 @@ def measure_head(
     checked: Any = {"seed": seed, "check_tokens": check_tokens, "forced": forced}
     record = _measure(target, draft, wanted, adaptive=adaptive, config=config, **checked)
     print_acceptance(record)
-    if definitions:
-        print_definitions(record)
     return _write(record, str(config.draft), out)
 
 

@@ -20,9 +20,9 @@ def progress_bar(what: str, unit: str, total: int | None = None, note: str = "")
         def show(done: int, total: int, count: int | None = None) -> None:
             nonlocal first
             if first:
-                bar.done = max(0, done - 1)
+                bar.initial = bar.n = max(0, done - 1)
                 first = False
             bar.total = total
-            bar.update(done - bar.done, None if count is None else f"{count:,} {note}")
+            bar.update(done - bar.n, None if count is None else f"{count:,} {note}")
 
         yield show

@@ -29,7 +29,7 @@ from toolkit.pipeline.run import (
 )
 from toolkit.pipeline.stages import Outcome, Stage, run_stages, say, summary
 from toolkit.pipeline.train import train_stage
-from toolkit.recipe import RecipeError, result_settings, training_settings
+from toolkit.recipe import RecipeError, result_settings
 
 _TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
 _HEAD_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")  # without its measurements
@@ -88,7 +88,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             name="train",
             folder="train",
             outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
-            settings={**target, **bits, "train": training_settings(recipe.train)},
+            settings={**target, **bits, "train": result_settings(recipe.train)},
             inputs=lambda: {**_inputs(run, ROLLOUTS, TOKEN_MAP), **local_files(recipe.train.init, "init", _HEAD_FILES)},
             work=partial(train_stage, run),
             check=run.check_processes,

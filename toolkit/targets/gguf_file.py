@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 from toolkit.errors import TargetError, optional_package
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.targets.gguf_glm import ARCHITECTURE, MODULES, convert_glm
 from toolkit.weights import sha256_file
 
 log = get_logger(__name__)
@@ -58,11 +57,11 @@ def convert(path: Path, into: Path) -> None:
     # Not the long arrays (tokens, merges), which are slow to read.
     header = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
     architecture = header.get("general.architecture")
-    modules = header.get(f"{architecture}.{MODULES}")
-    if modules and architecture != ARCHITECTURE:
+    modules = header.get(f"{architecture}.nextn_predict_layers")
+    if modules:
         raise TargetError(
-            f"{path} holds {modules} MTP modules ({architecture}.{MODULES}), and only {ARCHITECTURE} files are read "
-            "with their modules; give the model's directory or hub id instead"
+            f"{path} holds {modules} MTP modules ({architecture}.nextn_predict_layers), which are not read from GGUF "
+            "files; give the model's directory or hub id instead"
         )
     if header.get("split.count", 1) != 1:
         raise TargetError(f"{path} is one of {header['split.count']} parts; join them by llama-gguf-split --merge")
@@ -71,9 +70,6 @@ def convert(path: Path, into: Path) -> None:
         "converting %s (%.0f MB) to %s safetensors, once; this takes seconds to minutes, by size and vocabulary",
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    if architecture == ARCHITECTURE:
-        convert_glm(path, reader, dtype, into)
-        return
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.

@@ -116,8 +116,7 @@ def load_counts(path: str | Path) -> Counts:
         raise TokenMapError(f"{error}. Token counts are needed, as `toolkit build-token-map` writes them") from error
     if text is None:
         raise TokenMapError(
-            f"{path} holds no token counts of corpora (an earlier version wrote only their sum); "
-            "count the corpora again with `toolkit build-token-map --corpus`"
+            f"{path} holds no token counts of corpora; count them with `toolkit build-token-map --corpus`"
         )
     stored = json.loads(text)
     vocab_size = int(stored["about"]["vocab_size"])

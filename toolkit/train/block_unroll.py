@@ -1,4 +1,4 @@
-"""The training pass of a block drafter (`heads/block.py`, `heads/dspark.py`): the blocks of all roots in one pass.
+"""The training pass of a block drafter (`heads/dspark.py`): the blocks of all roots in one pass.
 
 Every position t of a sequence is a root, as in ttt.py. Its block drafts at once what a chain drafts step by step, so
 supervision, losses and forecasts are those of a chain:
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.heads.block import BlockDraftHead
+from toolkit.heads.dspark import DSparkHead
 from toolkit.train.causal_attention import Reach
 from toolkit.train.ttt import MergedAttention
 
@@ -54,7 +54,7 @@ class BlockAttention:
 
 
 def unroll_blocks(
-    head: BlockDraftHead,
+    head: DSparkHead,
     features: torch.Tensor,
     embeds: torch.Tensor,
     steps: int,

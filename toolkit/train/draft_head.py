@@ -21,13 +21,19 @@ from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.copied_layers import copy_norm
 from toolkit.train.features import StoredFeatures
-from toolkit.train.init_head import InitHead, open_init
-from toolkit.train.initialise import RANDOM_STD, initialise_from_target, initialise_random, regression_batches
 from toolkit.train.supervision import Supervision, anchored
 from toolkit.train.teacher import Teacher
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train.warm_start import (
+    RANDOM_STD,
+    InitHead,
+    copy_norm,
+    initialise_from_target,
+    initialise_random,
+    open_init,
+    regression_batches,
+)
 from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
@@ -128,7 +134,7 @@ def start_head(
     if batches is None:
         initialise_random(head, seed)
     else:
-        columns = head.warm_start().columns
+        columns = head.warm_start().solved.in_features
         taken = regression_batches(batches, columns, settings.head.start_tokens)
         r2 = initialise_from_target(head, target, plan.token_map, taken, seed, stored)
         fit = "" if r2 is None else f"; R2 of the regression for its input layer: {r2:.2f}"

@@ -5,7 +5,6 @@ The criterion is the engine's accept_length if it is measured, else the forecast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from toolkit.bench.replay import summarise_replays
-from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
-from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
+from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, mean_accept_length
 from toolkit.train.state import Position, best_path
-from toolkit.train.step import TargetSide, forecast_accept_length, replayed_steps
+from toolkit.train.step import TargetSide, forecast_accept_length
 from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import save_tensors
@@ -35,8 +31,7 @@ log = get_logger(__name__)
 class Evaluation:
     """All processes must call it together. The main process alone measures with the engine; its values decide.
 
-    trained: head -> the module that unrolls it in training. measurement: the caller sets it on the main process if
-    train.evaluation.real_every is set.
+    measurement: the caller sets it on the main process if train.evaluation.real_every is set.
     """
 
     def __init__(
@@ -45,13 +40,12 @@ class Evaluation:
         side: TargetSide,
         data: Data,
         config: HeadConfig,
-        trained: Callable[[Any], torch.nn.Module],
         settings: TrainSettings,
         directory: Path,
         metrics: Metrics,
     ) -> None:
-        self.accelerator, self.side, self.held_out, self.pad_id = accelerator, side, data.held_out, data.pad_id
-        self.config, self.trained, self.settings = config, trained, settings
+        self.accelerator, self.side, self.held_out = accelerator, side, data.held_out
+        self.config, self.settings = config, settings
         self.directory, self.metrics = directory, metrics
         self.measurement: Measurement | None = None
 
@@ -95,65 +89,26 @@ class Evaluation:
         return [value or None for value in broadcast(sent).tolist()]
 
     def _measure(self, step: int, weights: Weights) -> float | None:
-        """Measure with the engine; returns the mean accept_length. Metrics and log get each shape and temperature with
-        its forecasts."""
+        """Measure with the engine; returns the mean accept_length. Metrics and log get each shape and temperature."""
         assert self.measurement is not None, (
             "the main process needs a measurement if train.evaluation.real_every is set"
         )
-        target, token_map = self.side.target, self.side.token_map
-        measured = self.measurement.by_engine(as_draft(weights, self.config, token_map, target))
-        head = head_of(weights, self.config, target.device, self.side.head_dtype)
-        model = self.trained(head).eval()
-        forecasts = [self._replay_forecasts(one, model) for one in measured]
+        draft = as_draft(weights, self.config, self.side.token_map, self.side.target)
+        measured = self.measurement.by_engine(draft)
         mean = mean_accept_length(measured)
-        self.metrics.write({"step": step, **real_row(measured, forecasts, mean, len(self.measurement.prompts.prompts))})
-        log.info("step %d: %s", step, "; ".join(_describe(*pair) for pair in zip(measured, forecasts, strict=True)))
-        for one, replayed in zip(measured, forecasts, strict=True):
-            gap = explain_gap(
-                one,
-                replayed,
-                self.measurement.prompts,
-                target,
-                token_map,
-                self.settings.precision,
-                self.measurement.max_tokens,
-            )
-            if gap is not None:
-                log.warning("step %d: %s", step, gap)
-                break  # other gaps have the same cause
+        self.metrics.write({"step": step, **real_row(measured, mean, len(self.measurement.prompts))})
+        log.info("step %d: %s", step, "; ".join(map(_describe, measured)))
         return mean
 
-    def _replay_forecasts(self, measured: RealAcceptance, model: torch.nn.Module) -> ReplayedForecasts:
-        """Forecasts for a measured chain that is no deeper than the unroll; none for trees."""
-        assert self.measurement is not None, "called by _measure only"
-        shape, prompts = measured.shape, self.measurement.prompts
-        size, steps = self.settings.data.micro_batch, self.settings.unroll.ttt_steps
-        if not shape.is_chain or shape.num_steps > steps:
-            return ReplayedForecasts()
 
-        def replay(answers: Sequence[list[int]]) -> float | None:
-            texts = [
-                Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * len(answer))
-                for one, answer in zip(prompts.prompts, answers, strict=True)
-            ]
-            batches = [collate(texts[start : start + size], self.pad_id) for start in range(0, len(texts), size)]
-            replays = replayed_steps(model, self.side.online(), batches, steps, shape.num_steps)
-            return summarise_replays(replays, shape.num_steps).accept_length
-
-        rollouts = [one.answer[: self.measurement.max_tokens] for one in prompts.prompts]
-        greedy = measured.temperature == prompts.temperature == 0
-        return ReplayedForecasts(replay(rollouts) if greedy else None, replay(measured.answers))
-
-
-def _describe(measured: RealAcceptance, replayed: ReplayedForecasts) -> str:
-    """One measurement for the log: shape, temperature, accept_length, interval, verify steps, forecast."""
+def _describe(measured: RealAcceptance) -> str:
+    """One measurement for the log: shape, temperature, accept_length, interval, verify steps."""
     if measured.accept_length is None:
         return f"{measured.name}: no verify steps"
     interval = "" if measured.interval is None else " [{:.2f}, {:.2f}]".format(*measured.interval)
-    forecast = replayed.on_answers if replayed.on_rollouts is None else replayed.on_rollouts
     return (
         f"{measured.name}: real accept_length {measured.accept_length:.2f}{interval}, {measured.stats.verify_steps} "
-        f"verify steps{'' if forecast is None else f', forecast {forecast:.2f}'}"
+        "verify steps"
     )
 
 

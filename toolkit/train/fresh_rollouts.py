@@ -38,7 +38,6 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.engine_client import engine_generate, with_engine
 from toolkit.train.head_snapshot import as_draft, gathered_weights, in_dtype
 from toolkit.train.real_acceptance import shapes_of
-from toolkit.train.rollout_speed import RolloutSpeed
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
 
 log = get_logger(__name__)
@@ -109,12 +108,10 @@ class FreshRollouts:
             return
         log.info("step %d: the engine writes %d fresh rollouts, with the current head as drafter", step, len(chosen))
 
-        speed = RolloutSpeed()
-
         def write(engine: Engine) -> None:
             write_rollouts(
                 mine,
-                engine_generate(engine, f"{self.recipe.name}, step {step}", lambda _, request: speed.add(request)),
+                engine_generate(engine, f"{self.recipe.name}, step {step}"),
                 self.target.tokenizer,
                 settings,
                 self._share_path(step, self.accelerator.process_index),
@@ -135,8 +132,6 @@ class FreshRollouts:
         # An eager round of a head that still drafts badly may cost more than it gains; a recorded one costs less.
         config = replace(config, adaptive=config.why_eager(self.target.device.type) is not None)
         with_engine(write, config, self.target, draft)
-        if speed:  # if all rollouts were there already, the speed file of the earlier run stays
-            write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 
     def _gather_shares(self, step: int) -> None:
         """Write the statistics and one file of all shares, then delete the shares. A resumed run repeats this after a
@@ -153,13 +148,12 @@ class FreshRollouts:
         rows = sorted((row for share in shares for _, row in read_rows(share.rows)), key=lambda row: row["id"])
         skipped = [row for share in shares if share.skipped.is_file() for _, row in read_rows(share.skipped)]
         measured = [read_json(share.stats) for share in shares]
-        speeds = [read_json(file) if (file := _speed_path(share.rows)).is_file() else {} for share in shares]
-        write_json(_stats_path(path), _stats(rows, len(skipped), measured, speeds))
+        write_json(_stats_path(path), _stats(rows, len(skipped), measured))
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
             for row in rows:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
         for one in shares:
-            for done in (one.rows, one.skipped, one.stats, _speed_path(one.rows)):
+            for done in (one.rows, one.skipped, one.stats):
                 done.unlink(missing_ok=True)
         (self.folder / f"{step:06d}.head.safetensors").unlink(missing_ok=True)
 
@@ -171,18 +165,9 @@ def _stats_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}_stats.json")
 
 
-def _speed_path(share: Path) -> Path:
-    return share.with_name(f"{share.stem}_speed.json")
-
-
-def _stats(
-    rows: Sequence[Mapping[str, Any]],
-    skipped: int,
-    shares: Sequence[Mapping[str, Any]],
-    speeds: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """tokens: response tokens. tokens_per_s: of all processes together, since the last resume. accept_length: over the
-    verify steps with drafts; None without any. The other speeds: see `rollout_speed.py`."""
+def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """tokens: response tokens. tokens_per_s: of all processes together, prefill included, since the last resume.
+    accept_length: over the verify steps with drafts; None without any."""
     steps = sum(row["drafting"]["verify_steps"] for row in rows)
     accepted = sum(row["drafting"]["accepted"] for row in rows)
     seconds = max((share["last_run"]["seconds"] for share in shares), default=0.0)
@@ -193,15 +178,7 @@ def _stats(
         "tokens_per_s": sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
         "accept_length": 1 + accepted / steps if steps else None,
         "verify_steps": steps,
-        "decode_tokens_per_s": _together(speeds, "decode_tokens_per_s"),
-        "plain_tokens_per_s": _together(speeds, "plain_tokens_per_s"),
     }
-
-
-def _together(speeds: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The sum over processes that write at the same time; None unless all have a value."""
-    known = [speed[name] for speed in speeds if speed.get(name) is not None]
-    return sum(known) if known and len(known) == len(speeds) else None
 
 
 def read_pool(rollouts: str | Path) -> Conversations:

@@ -15,7 +15,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
-from toolkit.recipe import Recipe, training_settings
+from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
@@ -26,7 +26,6 @@ from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.head_snapshot import training_record
-from toolkit.train.init_head import continued_head, with_head_settings
 from toolkit.train.metric_rows import RecentSteps, StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.offline_features import offline_features
@@ -44,6 +43,7 @@ from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train.supervision import covered_share
 from toolkit.train.training_data import read_data, read_held_out, with_fresh
+from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
 
@@ -77,7 +77,7 @@ class Trainer:
         data = self.settings.data
         self.fingerprint = sha256_json(
             [
-                training_settings(self.settings),
+                result_settings(self.settings),
                 recipe.seed,
                 self.target.fingerprint,
                 str(self.target.dtype),
@@ -112,7 +112,7 @@ class Trainer:
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings
         self.evaluation = Evaluation(
-            accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics
+            accelerator, self.side, self.data, self.plan.config, settings, directory, self.metrics
         )
         if settings.evaluation.real_every and accelerator.is_main_process:
             longest = self.target.max_context - settings.evaluation.real_max_tokens
@@ -145,10 +145,11 @@ class Trainer:
         else:
             regressed = {"target": batches, "copied": (), "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
-        return prepared(self.accelerator, self._trained(head), build_optimizer(head, settings))
-
-    def _trained(self, head: Any) -> torch.nn.Module:
-        return trained_head(self.plan, self.settings, head, self.side.teacher)
+        return prepared(
+            self.accelerator,
+            trained_head(self.plan, settings, head, self.side.teacher),
+            build_optimizer(head, settings),
+        )
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)

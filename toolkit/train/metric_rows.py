@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from toolkit.bench.replay import Forecast
-from toolkit.train.forecast_check import ReplayedForecasts
 from toolkit.train.real_acceptance import RealAcceptance
 from toolkit.train.trained_head import step_weights
 from toolkit.train_settings import TrainSettings
@@ -116,22 +115,17 @@ def forecast_row(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def real_row(
-    measured: Sequence[RealAcceptance], forecasts: Sequence[ReplayedForecasts], mean: float | None, prompts: int
-) -> dict[str, Any]:
-    """The engine's values with the forecasts on the same prompts (null if a shape or temperature has none).
-
-    real_accept_length: the mean of the values, the criterion for the best head.
-    """
+def real_row(measured: Sequence[RealAcceptance], mean: float | None, prompts: int) -> dict[str, Any]:
+    """The engine's values. real_accept_length: their mean, the criterion for the best head."""
     return {
         "real_accept_length": mean,
         "real_prompts": prompts,
         "real_seconds": sum(one.seconds for one in measured),
-        "real": [_real_entry(*pair) for pair in zip(measured, forecasts, strict=True)],
+        "real": [_real_entry(one) for one in measured],
     }
 
 
-def _real_entry(one: RealAcceptance, replayed: ReplayedForecasts) -> dict[str, Any]:
+def _real_entry(one: RealAcceptance) -> dict[str, Any]:
     return {
         "name": one.name,
         "num_steps": one.shape.num_steps,
@@ -144,18 +138,11 @@ def _real_entry(one: RealAcceptance, replayed: ReplayedForecasts) -> dict[str, A
         "accept_rate": list(one.stats.accept_rate),
         "accept_rate_unconditional": list(one.stats.accept_rate_unconditional),
         "tokens_per_s": one.tokens_per_s,
-        "forecast_on_rollouts": replayed.on_rollouts,
-        "forecast_on_answers": replayed.on_answers,
     }
 
 
 def rollouts_row(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter.
-
-    rollout_tokens_per_s: by wall time, prefill included. rollout_decode_tokens_per_s: of the decoding rounds only.
-    rollout_plain_tokens_per_s: the estimate without drafting (`rollout_speed.py`). The ratio of the last two is the
-    speedup by the head.
-    """
+    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter."""
     names = {"rollouts": "rollouts", "skipped": "rollouts_skipped"}
     return {names.get(name, f"rollout_{name}"): value for name, value in stats.items()}
 

@@ -22,15 +22,10 @@ from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import with_engine
-from toolkit.train.training_data import HeldOutPrompts
+from toolkit.train.training_data import HeldOutPrompt
 from toolkit.train_settings import TrainSettings
-
-log = get_logger(__name__)
-
-NOT_COMPARED = "the forecast cannot be compared with the engine's accept_length"
 
 
 @dataclass(frozen=True)
@@ -38,16 +33,14 @@ class RealAcceptance:
     """The measurement of one draft shape at one temperature.
 
     accept_length: None without verify steps. interval: 95 %, bootstrap over prompts; None if fewer than two prompts
-    have verify steps. answers: the output ids of each prompt. by_prompt: tokens committed by the counted verify steps
-    of each prompt, and their number. tokens_per_s: output tokens a second, prefill included.
+    have verify steps. tokens: written by all prompts. tokens_per_s: output tokens a second, prefill included.
     """
 
     shape: DraftShape
     temperature: float
     stats: AcceptanceStats
     interval: tuple[float, float] | None
-    answers: list[list[int]]
-    by_prompt: list[tuple[int, int]]
+    tokens: int
     seconds: float
 
     @property
@@ -56,7 +49,7 @@ class RealAcceptance:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(map(len, self.answers)) / self.seconds
+        return self.tokens / self.seconds
 
     @property
     def name(self) -> str:
@@ -112,25 +105,21 @@ class Measurement:
     """The prompts, shapes and temperatures of a training's measurements; `by_engine` measures a head."""
 
     def __init__(
-        self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int, deterministic: bool = False
+        self,
+        target: Target,
+        prompts: Sequence[HeldOutPrompt],
+        settings: TrainSettings,
+        seed: int,
+        deterministic: bool = False,
     ) -> None:
         self.target, self.prompts, self.deterministic = target, prompts, deterministic
         self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
         self.max_tokens = settings.evaluation.real_max_tokens
-        self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
-        if len(prompts.prompts) < 2:
-            log.warning(
-                "%s: one held-out prompt gives no interval; raise train.evaluation.real_prompts or rollouts.held_out",
-                NOT_COMPARED,
-            )
-        if not any(shape.is_chain and shape.num_steps <= settings.unroll.ttt_steps for shape in self.shapes):
-            log.warning(
-                "%s: train.evaluation.real_shapes has no chain of at most train.unroll.ttt_steps levels", NOT_COMPARED
-            )
+        self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts]
 
     def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
         """Measure every shape at every temperature, with all prompts in one batch and the loaded target."""
-        prompts = [one.prompt for one in self.prompts.prompts]
+        prompts = [one.prompt for one in self.prompts]
 
         def measure(engine: Engine) -> list[RealAcceptance]:
             return [
@@ -164,7 +153,6 @@ class Measurement:
             temperature=temperature,
             stats=summarise(event for request in requests for event in request.events),
             interval=ratio_interval(*zip(*by_prompt, strict=True)),
-            answers=[list(request.output_ids) for request in requests],
-            by_prompt=by_prompt,
+            tokens=sum(len(request.output_ids) for request in requests),
             seconds=seconds,
         )

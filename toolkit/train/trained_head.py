@@ -13,8 +13,8 @@ from torch import nn
 
 from toolkit.data.batches import on_device
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.block import BlockDraftHead
 from toolkit.heads.draft_head import DraftHead, Project
+from toolkit.heads.dspark import DSparkHead
 from toolkit.recipe_fields import LossName
 from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.loss import DraftLoss, best_tokens
@@ -71,7 +71,7 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
-        count, block = len(supervision.roots), self.head if isinstance(self.head, BlockDraftHead) else None
+        count, block = len(supervision.roots), self.head if isinstance(self.head, DSparkHead) else None
         inputs = aux, embeds, count, supervision.starts, supervision.anchors
         if block is None:
             steps = unroll(self.head, *inputs, checkpointing=self.checkpointing)
@@ -84,7 +84,7 @@ class TrainedHead(nn.Module):
         choice = draft_choice[rows]
         if block is not None:  # the token before the predicted one is that of the teacher's row
             assert before is not None, "a block drafter needs them"
-            states = block.after(states, before[rows], embeds.flatten(0, 1)[supervision.teacher_positions][rows])
+            states = block.after(states, before[rows])
         if teacher is None:
             best = self.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.infer.conftest import DSPARK_HEADS, build_small_block, build_small_dspark
+from tests.infer.conftest import DSPARK_HEADS, build_small_dspark
 from tests.infer.drafters.test_adaptive_drafter import PROBE, ScriptedChoice, paths
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
 from tests.infer.drafters.test_shared_heads import engine_after_steps
@@ -28,17 +28,15 @@ def plain(small_target) -> list[list[int]]:
     return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
 
 
-@pytest.fixture(params=["block", *DSPARK_HEADS])
+@pytest.fixture(params=list(DSPARK_HEADS))
 def draft(small_target, request):
-    return (
-        build_small_block(small_target) if request.param == "block" else build_small_dspark(small_target, request.param)
-    )
+    return build_small_dspark(small_target, request.param)
 
 
 def scores_of(target, draft, state: torch.Tensor, before: int) -> torch.Tensor:
     """The definition: logits [D] of a draft by its state [H], after the token `before`."""
     head, token = draft.head, torch.tensor([before])
-    read = head.after(state[None], token, target.embed_tokens(token).detach())
+    read = head.after(state[None], token)
     if head.config.own_vocabulary:
         return head.logits(read)[0]
     width = head.config.hidden_size
@@ -182,9 +180,7 @@ def test_chains_end_by_confidence(small_target, draft, plain, options):
     """Shorter chains, and none at all in some rounds; the tokens stay (those of seeds too, but under rejection)."""
     if not draft.head.has_confidence:
         pytest.skip("it does not say how sure a draft is")
-    cut = replace(
-        draft, least_confidence=0.3 if draft.kind == "block" else 0.45
-    )  # between the chances of these weights
+    cut = replace(draft, least_confidence=0.45)  # between the chances of these weights
     engine = Engine(small_target, cut, DraftShape.chain(5), max_running_requests=16, **options)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
     found = finished(engine, requests)

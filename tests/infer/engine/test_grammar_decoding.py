@@ -146,7 +146,7 @@ def test_drafts_change_nothing(tiny_target, tiny_draft, kind, temperature):
             assert re.fullmatch(regex, text) if regex else json.loads(text) is not None
 
 
-HEADS = ["eagle3", "eagle2", "mtp", "mtp-three-layers", "mtp-hidden-first", "block", "ngram"]
+HEADS = ["eagle3", "eagle2", "mtp", "mtp-three-layers", "mtp-hidden-first", "dspark", "ngram"]
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -183,7 +183,6 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
         ("eagle3", "3,1,4"),
         ("eagle3", "3,3,8"),
         ("mtp-three-layers", "3,3,8"),
-        ("block", "4,1,5"),
         ("dspark", "4,1,5"),
     ],
 )

@@ -63,8 +63,6 @@ CASES = [
     ("eagle3", "3,1,4", "cut"),
     ("eagle3", "3,3,8", "asking"),
     ("mtp-three-layers", "4,1,5", "greedy"),
-    ("block", "4,1,5", "cut"),
-    ("block", "3,3,8", "asking"),
     ("dspark", "4,1,5", "cut"),
     ("dflash", "3,3,8", "asking"),
     pytest.param("eagle3", "3,1,4", "greedy", marks=pytest.mark.slow),

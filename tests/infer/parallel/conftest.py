@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import save_draft
-from toolkit.heads.block import BlockConfig
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config
 from toolkit.heads.eagle3 import Eagle3Config
@@ -73,10 +72,10 @@ def head_for(family: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
     def directory(kind: str, name: str, **sizes: int) -> str:
         target = load_config(family(name))[0]
         torch.manual_seed(4)
-        if kind in ("eagle3", "block", "dspark"):
+        if kind in ("eagle3", "dspark"):
             kept = sizes.pop("draft_vocab_size", 20)
             own = {"target_hidden_size": target.hidden_size, "draft_vocab_size": kept, "aux_layer_ids": (0, 1, 2)}
-            of_kind: Any = {"eagle3": Eagle3Config, "block": BlockConfig, "dspark": DSparkConfig}[kind]
+            of_kind: Any = {"eagle3": Eagle3Config, "dspark": DSparkConfig}[kind]
             config: Any = of_kind.from_target_config(target, vocab_size=target.vocab_size, **own)
             ids = [0, 1, 2, *range(target.vocab_size - kept + 3, target.vocab_size)]
             token_map = TokenMap.from_ids(ids, target.vocab_size)

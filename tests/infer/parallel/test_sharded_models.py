@@ -23,7 +23,6 @@ CASES = {  # target, kind of head (None: plain), changed sizes of the head, whet
     "olmo2": ("olmo2", None, {}, False),  # its queries are normed across heads
     "eagle2, target's output in parts": ("llama", "eagle2", {}, False),
     "mtp, rows of the whole output": ("llama", "mtp", {}, True),
-    "block": ("llama", "block", {}, False),
     "dspark": ("llama", "dspark", {}, False),
     "a head that does not divide": (
         "llama",

@@ -1,4 +1,4 @@
-"""Drafts with a block drafter (`heads/block.py`, `heads/dspark.py`).
+"""Drafts with a block drafter (`heads/dspark.py`).
 
 One pass scores all levels of a draft, which are then chosen in turn.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.block import BlockDraftHead
+from toolkit.heads.dspark import DSparkHead
 from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
@@ -53,7 +53,7 @@ def drafts_at_once(draft: DraftCheckpoint | NgramLookup | None) -> int:
 
 def says_confidence(draft: DraftCheckpoint) -> bool:
     """Returns whether the head says how sure a draft is."""
-    return isinstance(draft.head, BlockDraftHead) and draft.head.has_confidence
+    return isinstance(draft.head, DSparkHead) and draft.head.has_confidence
 
 
 def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
@@ -118,32 +118,31 @@ class BlockReader(HeadReader):
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
         """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
         the nodes of a level."""
-        embeds = self._embed(before).to(self.dtype)
         if self._bias is not None:
-            given = self._block.before(before, embeds)
+            given = self._block.before(before)
             assert given is not None, "a head with a bias reads the token before"
             return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
         if self.head.dynamic is not None:
-            return self.head.scores(self._block.after(states, before, embeds)).expand(-1, before.shape[1], -1)
+            return self.head.scores(self._block.after(states, before)).expand(-1, before.shape[1], -1)
         return scores.expand(-1, before.shape[1], -1)
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:
         """Chance [B, n] that the target accepts the draft of states [B, n, H], after tokens [B, n], if it accepts those
         before. Only of heads that say it."""
-        odds = self._block.confident(self._block.after(states, before, self._embed(before).to(self.dtype)))
+        odds = self._block.confident(self._block.after(states, before))
         assert odds is not None, "checked when the draft was loaded"
         return odds.float().sigmoid()
 
 
 def bias_of_map(head: DraftingHead) -> Tensor | None:
     """Returns the second factor of the Markov bias for the ids of the token map, [r, D]; None without a bias."""
-    rows = block_of(head).bias_rows(head.scores)
+    rows = block_of(head).bias_rows()
     # A head without an output matrix has a bias for every id.
     return rows if rows is None or head.config.own_vocabulary else rows[:, head.to_target]
 
 
-def block_of(head: DraftingHead) -> BlockDraftHead:
-    assert isinstance(head.module, BlockDraftHead), "a block drafter has a block head"
+def block_of(head: DraftingHead) -> DSparkHead:
+    assert isinstance(head.module, DSparkHead), "a block drafter has a DSpark head"
     return head.module
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from toolkit.infer.load.combinations import check_deterministic, check_tensor_parallel
-from toolkit.infer.load.options import LEAST, RENAMED, ConfigError, choices_of, option, parse_shape
+from toolkit.infer.load.options import LEAST, ConfigError, choices_of, option, parse_shape
 
 if TYPE_CHECKING:  # the command line reads the options without torch
     from toolkit.infer.request.draft_tree import DraftShape
@@ -82,7 +82,7 @@ class EngineConfig:
         metavar="N",
     )
     draft_confidence: float = option(
-        0.0, "a block or dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
+        0.0, "a dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
     )
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
@@ -204,7 +204,7 @@ class EngineConfig:
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""
         for name in sorted(options.keys() - value_types().keys()):
-            near = RENAMED.get(name) or next(iter(difflib.get_close_matches(name, value_types(), n=1)), None)
+            near = next(iter(difflib.get_close_matches(name, value_types(), n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"the options are {', '.join(value_types())}"
             raise ConfigError(f"`{name}` is not an option of the engine; {hint}")
         return dataclasses.replace(self, **options)

@@ -200,8 +200,8 @@ def fit_draft(
         raise ConfigError(f"`draft_confidence` is {confidence}; a chance from 0 to 1 is needed")
     if confidence and not (isinstance(draft, DraftCheckpoint) and says_confidence(draft)):
         raise ConfigError(
-            f"`draft_confidence` is {confidence}, but this draft does not say how sure it is, as block and DSpark "
-            "heads do; leave it out"
+            f"`draft_confidence` is {confidence}, but this draft does not say how sure it is, as DSpark heads "
+            "do; leave it out"
         )
     if not isinstance(draft, DraftCheckpoint):
         if dynamic_rows:

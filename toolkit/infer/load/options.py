@@ -1,4 +1,4 @@
-"""Fields of EngineConfig: their help texts, limits and former names, and the error for their values."""
+"""Fields of EngineConfig: their help texts and limits, and the error for their values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ LEAST = {
     "max_total_tokens": 16,  # a page
     "cuda_graph_max_bs": 1,
     "torch_compile_max_bs": 1,
-}
-RENAMED = {
-    "max_batch": "max_running_requests",
-    "max_context": "context_length",
-    "mem_fraction": "mem_fraction_static",
 }
 
 

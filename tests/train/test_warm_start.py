@@ -17,9 +17,14 @@ from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.features import AuxCapture
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
-from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
+from toolkit.train.warm_start import (
+    copy_decoder_layer,
+    copy_norm,
+    initialise_from_target,
+    initialise_random,
+    regression_batches,
+)
 from toolkit.train_settings import HeadSettings, TrainSettings
 
 
