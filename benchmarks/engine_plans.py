@@ -1,6 +1,6 @@
 """Which engines benchmarks/engine_cpu.py starts, by its arguments, and why others have no row.
 
-Ours, with  -compiled  the layers compiled (--torch-compile),  -int8, -int4  the target quantised (--quantization). The
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target quantised (--quantization). The
 head has the bytes that a user gets who says nothing: int8 beside such a target, and where our own products multiply it.
 
     plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram   null

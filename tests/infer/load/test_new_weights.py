@@ -116,7 +116,6 @@ CASES = {
     "blocks-draft-not-rounded": {"draft": "mtp", "dtype": "bfloat16", "draft_quantization": "none"},
     "int8": {"draft": "mtp", "token_map": "map", "quantization": "int8"},
     "int8-blocks": {"draft": "head", "quantization": "int8", "dtype": "bfloat16"},
-    "int4": {"draft": "mtp", "token_map": "map", "quantization": "int4"},
 }
 
 
@@ -215,7 +214,7 @@ class Elsewhere(torch.Tensor):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
 
-@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8", "int4"])
+@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8"])
 def test_weights_of_another_device_are_moved_before_any_is_copied(folders, case, monkeypatch):
     """As of a trainer on a GPU: packing reads a weight where the layer is. One that cannot be moved changes nothing."""
     given = {name: one.as_subclass(Elsewhere) for name, one in model_of(folders.new).state_dict().items()}

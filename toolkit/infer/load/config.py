@@ -92,10 +92,10 @@ class EngineConfig:
         "number format; float32 makes comparisons with plain decoding exact, float16 needs a GPU (default: auto, the "
         "target's; a float16 checkpoint runs in bfloat16 on a GPU and in float32 on a CPU)",
     )
-    quantization: Literal["auto", "none", "int8", "int4"] = option(
+    quantization: Literal["auto", "none", "int8"] = option(
         "auto",
-        "one byte (int8) or half a byte (int4) per weight in the target's linear layers (CPU); the answers are those "
-        "of the quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+        "one byte per weight in the target's linear layers (CPU); the answers are those of the quantised target, "
+        "drafted or not (default: auto, none unless the draft was trained for such a target)",
     )
     draft_quantization: Literal["auto", "none", "int8", "fp8"] = option(
         "auto",
