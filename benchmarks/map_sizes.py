@@ -1,6 +1,6 @@
-"""Sizes of a token map, beside each other and with dynamic rows: acceptance, time of the head, speed.
+"""Sizes of a token map beside each other: acceptance, time of the head, speed.
 
-    python benchmarks/map_sizes.py --draft runs/NAME/ckpt --counts runs/NAME/token_map [--shape 3,1,4] [--dynamic 256]
+    python benchmarks/map_sizes.py --draft runs/NAME/ckpt --counts runs/NAME/token_map [--shape 3,1,4]
     python benchmarks/map_sizes.py --random 262144
 
 The maps are those of --counts, by `toolkit build-token-map`. Every size runs end to end; `auto` is the size that the
@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from results_folder import leave
 from tokenizers import Tokenizer
@@ -26,14 +25,11 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.bench.acceptance import describe_draft, describe_target
-from toolkit.bench.answers import Round, Sampling
-from toolkit.bench.bootstrap import resampled_interval
-from toolkit.bench.compare import paired
+from toolkit.bench.answers import Sampling
 from toolkit.bench.engine_context import Trial
 from toolkit.bench.map_size import SizeResult, SizeTrials, best_size, predicted_size, sizes_of, with_figures
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
-from toolkit.bench.step_times import measure_draft_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine.cpu_door import pack
@@ -48,9 +44,6 @@ from toolkit.tokenmap.counts import load_counts
 from toolkit.tokenmap.token_map import TokenMap
 
 LEAST = 2048
-STEP = 256  # rows
-Counts = dict[str, tuple[float, float]]  # tokens and verify steps by prompt
-Difference = tuple[float, tuple[float, float] | None]  # of accept_length, and its interval
 
 
 def random_models(vocab_size: int) -> tuple[Target, DraftCheckpoint]:
@@ -71,60 +64,12 @@ def random_models(vocab_size: int) -> tuple[Target, DraftCheckpoint]:
     return target, draft
 
 
-def measure_all(
-    trials: SizeTrials, sizes: Sequence[int], map_of: Callable[[int], TokenMap], dynamic_rows: int = 0
-) -> tuple[list[SizeResult], Difference | None]:
-    """Every size, predicted and run end to end.
-
-    dynamic_rows: two modes more, the best map with so many rows, and a static map whose drafting takes as long; also
-    returned is how much longer the accept_length of the first one is."""
+def measure_all(trials: SizeTrials, sizes: Sequence[int], map_of: Callable[[int], TokenMap]) -> list[SizeResult]:
+    """Every size, predicted and run end to end."""
     maps = [map_of(size) for size in sizes]
-    results, texts = trials.predicted(maps)
+    results, _texts = trials.predicted(maps)
     drafts = {one.name: trials.fitted(token_map) for one, token_map in zip(results, maps, strict=True)}
-    if not dynamic_rows:
-        return with_figures(results, trials.run(drafts)), None
-    best = maps[results.index(predicted_size(results))]
-    block = replace(trials.fitted(best), dynamic_rows=dynamic_rows)
-    # All of the same moment.
-    _, rounds = measure_draft_times(trials.trial, [*map(trials.fitted, maps), block], trials.shape, texts)
-    static = map_of(size_of_time(sizes, [one.draft_s for one in rounds[:-1]], rounds[-1].draft_s))
-    dynamic, equal = f"{best.size} + {dynamic_rows}", f"{static.size} (equal time)"
-    more = {dynamic: block, equal: trials.fitted(static)}
-    _, rounds = measure_draft_times(trials.trial, list(more.values()), trials.shape, texts)
-    for name, token_map, parts in zip(more, (best, static), rounds, strict=True):
-        results.append(SizeResult(name, token_map.size, None, parts.draft_s, parts.round_s, None, None))
-    run = trials.run(drafts | more)
-    return with_figures(results, run), paired_difference(counts_of(run[dynamic]), counts_of(run[equal]))
-
-
-def counts_of(rounds: Sequence[Round]) -> Counts:
-    """Tokens and verify steps by prompt, as accept_length counts them."""
-    found: Counts = {}
-    for answer in (answer for one in rounds for answer in one.answers):
-        steps = [event.committed for event in answer.events if event.offered and not event.truncated]
-        before = found.get(answer.question.prompt.question_id, (0, 0))
-        found[answer.question.prompt.question_id] = (before[0] + sum(steps), before[1] + len(steps))
-    return found
-
-
-def size_of_time(sizes: Sequence[int], seconds: Sequence[float], wanted: float) -> int:
-    """The size whose drafting takes `wanted` seconds, between the measured ones, in steps of STEP rows.
-
-    A size that was measured faster than a smaller one counts as that one."""
-    found = float(np.interp(wanted, np.maximum.accumulate(seconds), sizes))
-    return int(min(max(round(found / STEP) * STEP, sizes[0]), sizes[-1]))
-
-
-def paired_difference(ours: Counts, others: Counts) -> Difference:
-    """How much longer our accept_length is, and its 95 % interval over prompts; None with fewer than two prompts."""
-
-    def difference(*sums: Any) -> Any:
-        tokens, steps, other_tokens, other_steps = sums
-        return tokens / np.maximum(steps, 1) - other_tokens / np.maximum(other_steps, 1)
-
-    units = paired(ours, others)
-    interval = resampled_interval(units, difference) if len(units) > 1 else None
-    return float(difference(*np.sum(units, axis=0))) if units else 0.0, interval
+    return with_figures(results, trials.run(drafts))
 
 
 def main() -> int:
@@ -133,7 +78,6 @@ def main() -> int:
     parser.add_argument("--counts", type=Path)
     parser.add_argument("--random", type=int, metavar="V")
     parser.add_argument("--shape", default="3,1,4")
-    parser.add_argument("--dynamic", type=int, default=256)
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -158,19 +102,14 @@ def main() -> int:
     prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
     trial = Trial(target, draft, prompts, sampling, config).with_room()
     trials = SizeTrials(trial, open_draft, DraftShape.parse(args.shape))
-    results, over = measure_all(trials, sizes, map_of, args.dynamic)
-    static = [one for one in results if one.predicted_speedup is not None]
+    results = measure_all(trials, sizes, map_of)
     auto, predicted = best_size(results), predicted_size(results)
-    best = max(static, key=lambda one: one.speedup or 0)
+    best = max(results, key=lambda one: one.speedup or 0)
     marks: dict[str, str] = {}
     for mark, one in (("auto", auto), ("predicted", predicted), ("best", best)):
         marks[one.name] = f"{marks[one.name]}, {mark}" if one.name in marks else mark
     print("\n".join(size_table(results, marks)))
     rows: list[dict[str, Any]] = [{"corpus": corpus, **asdict(one)} for one in results]
-    if over is not None:
-        dynamic = rows[-2]
-        dynamic["over_equal_time"], dynamic["interval"] = over
-        print(f"{dynamic['name']}: accept_length {over[0]:+.3f} {over[1]} over the map of equal time")
     if args.random:
         for row in rows:
             row["coverage"] = None

@@ -254,9 +254,8 @@ SECTIONS = (
         "Which size of the map makes decoding fastest, and does `--size auto` find it?",
         "map-sizes-*.json",
         tables.map_sizes,
-        text="*predicted*: from one forecast and measured rounds, before any size ran end to end. A sum of rows: the "
-        "map of the best prediction with as many dynamic rows; *equal time*: the static map whose drafting takes as "
-        "long. The random head shows times only.",
+        text="*predicted*: from one forecast and measured rounds, before any size ran end to end. The "
+        "random head shows times only.",
         command="python benchmarks/map_sizes.py --draft DIR --counts DIR",
     ),
     Section(

@@ -45,7 +45,7 @@ def test_sizes_hold_the_forced_ids_and_end_with_the_vocabulary():
 
 
 def test_auto_is_the_fastest_of_the_best_prediction_and_its_neighbours():
-    """The fastest of all is too far from the prediction to be run by the command; dynamic rows are no size."""
+    """The fastest of all is too far from the prediction to be run by the command"""
     figures = ((10, 1.2, 9.0), (20, 1.3, 1.4), (40, 1.5, 1.3), (80, 1.4, 1.2))
     results = [SizeResult(str(n), n, 1.0, 0.1, 0.2, 1.5, told, 1.5, 9.0, ran) for n, told, ran in figures]
     results.append(SizeResult("40 + 5", 40, None, 0.1, 0.2, None, None, 1.5, 9.0, 8.0))

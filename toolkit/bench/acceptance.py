@@ -144,7 +144,6 @@ def _engine_settings(config: EngineConfig, target: Target, forced: ForcedAccepta
     recorded = config.why_eager(target.device.type) is None
     return {
         "token_map": describe_token_map(config),
-        "dynamic_rows": config.dynamic_rows,
         **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         "lookup": config.lookup,
         "batch": config.max_running_requests,

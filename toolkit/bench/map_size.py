@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from toolkit.bench.answers import Round
 from toolkit.bench.engine_context import SideBySide, Trial
@@ -29,7 +30,6 @@ from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
 from toolkit.bench.step_times import measure_draft_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.registry import build_head
-from toolkit.infer.drafters.dynamic_rows import rows_agree
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.request.draft_tree import PLAIN, DraftShape
 from toolkit.targets.target import Target
@@ -37,6 +37,9 @@ from toolkit.tokenmap.token_map import TokenMap
 
 SMALLEST = 1024
 FORECAST_BATCH = 8
+# A head's own output matrix takes rows of the target's only if it has stayed near them: mean cosine of its rows.
+SAME_ROWS = 0.9
+COMPARED = 256  # rows
 OpenDraft = Callable[[], DraftCheckpoint]  # reads the head again, with weights that are not packed
 
 
@@ -88,6 +91,15 @@ def with_ids(draft: DraftCheckpoint, target: Target, token_map: TokenMap) -> Dra
     head.load_state_dict({**draft.head.state_dict(), "lm_head.weight": rows})
     head = head.cast(own.device, own.dtype).eval().requires_grad_(False)
     return replace(draft, head=head, token_map=token_map)
+
+
+def rows_agree(own: Tensor, target: Target, token_map: TokenMap) -> bool:
+    """Whether a head's own output matrix [D, H] has rows like the target's: copied from it, and hardly changed."""
+    if own.shape[1] != target.hidden_size:
+        return False
+    take = torch.linspace(0, token_map.size - 1, min(COMPARED, token_map.size)).long()
+    mine, theirs = own[take.to(own.device)].float(), target.lm_head.weight[token_map.ids[take].to(own.device)].float()
+    return bool(F.cosine_similarity(mine, theirs, dim=1).mean() > SAME_ROWS)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,6 @@ class EngineConfig:
         "turns are added",
         metavar="FILE",
     )
-    dynamic_rows: int = option(
-        0,
-        "let the head draft N ids outside of its token map too: those that the prompts and the latest tokens contain. "
-        "For heads that score tokens by rows of the target's output matrix (eagle2, mtp, DFlash; eagle3 with lm_head "
-        "frozen or target). 0: none (default)",
-        metavar="N",
-    )
     draft_confidence: float = option(
         0.0, "a block or dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
     )
@@ -165,7 +158,7 @@ class EngineConfig:
     @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
-        names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows", "draft_confidence")
+        names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "draft_confidence")
         given = [name for name in names if getattr(self, name)]
         return [*given, *(["draft_quantization"] if self.draft_quantization in ("int8", "fp8") else [])]
 
