@@ -261,7 +261,7 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 def describe_draft(draft: Draft) -> dict[str, Any]:
     if not isinstance(draft, DraftCheckpoint):
-        return {"path": None, "head": draft.kind, "max_n": draft.max_n, "min_n": draft.min_n}
+        return {"path": None, "head": draft.kind, "min_n": draft.min_n}
     aux_layer_ids = getattr(draft.head.config, "aux_layer_ids", None)
     return {
         "path": None if draft.path is None else str(draft.path),

@@ -134,7 +134,7 @@ def random_schedule(chance: random.Random, target: Target, draft: DraftCheckpoin
     """An engine with a random batch, chunk size, cache, number of pages, draft and shape."""
     kind = chance.choice(("none", "head", "head", "ngram"))
     shape = DraftShape.parse(chance.choice(SHAPES))
-    drafts = {"none": {}, "head": {"draft": draft}, "ngram": {"draft": NgramLookup(max_n=3, min_n=1)}}[kind]
+    drafts = {"none": {}, "head": {"draft": draft}, "ngram": {"draft": NgramLookup(min_n=1)}}[kind]
     if drafts:
         options |= {"shape": shape if kind == "head" else DraftShape.chain(shape.num_steps), **drafts}
         options["adaptive"] = chance.random() < 0.3

@@ -62,7 +62,9 @@ def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
 
 
 def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns those of `shapes` that the draft can draft: of a block drafter those no deeper than its block."""
+    """Returns those of `shapes` that the draft can draft: of lookup chains, of a block those no deeper than it."""
+    if isinstance(draft, NgramLookup):
+        return [one for one in shapes if one.is_chain]
     most = drafts_at_once(draft)
     return [one for one in shapes if not most or one.num_steps <= most]
 
