@@ -98,12 +98,8 @@ def launches_are_counted() -> None:
     assert seen.launches.total() == 4
     seen.clear()
     scores, ids = ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
-    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1} and len(seen.compilations) == 2
+    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1}
     assert scores.shape == ids.shape == (24, 2) and torch.isfinite(scores).all()
-    ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
-    assert len(seen.compilations) == 2, "the same variant again"
-    ops_for("cuda").top_log_probs(values.bfloat16().flatten(0, 2), 2)
-    assert len(seen.compilations) == 3, "the first kernel, of another type"
 
 
 def a_graph_runs_its_operations_again() -> None:
