@@ -1,6 +1,6 @@
 """Which operations round a token's numbers by what is computed beside it.
 
-    python benchmarks/bit_sources.py [--target smollm2-135m] [--draft runs/NAME/ckpt] [--variants auto int8 int4]
+    python benchmarks/bit_sources.py [--target smollm2-135m] [--draft runs/NAME/ckpt] [--variants auto int8]
 
 One request is answered alone, and then under other schedules: in parts, beside other requests, with drafts; without
 `deterministic`, and with it. Wherever an operation gets a token's numbers with the same bits and returns others, it is

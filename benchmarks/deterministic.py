@@ -8,7 +8,7 @@ engine with the option and in one without. Then come the schedules, in both: an 
 log-probabilities are those of the same request alone, to the bit; `tokens_unequal` counts those whose tokens differ.
 `cost` is the time with the option over the time without, the two in turns, in the median of --repeats.
 
-Each of --variants is loaded in turn: a dtype, or weights in int8 or int4; the rows of all are in one record. Other
+Each of --variants is loaded in turn: a dtype, or weights in int8; the rows of all are in one record. Other
 engines (deterministic_rivals.py) answer the same prompts under those of the schedules that they have: greedily, all of
 them, and their tokens alone are compared.
 
@@ -71,7 +71,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     COMPILED: ({**FOUR, "torch_compile": True}, None),  # refused under `deterministic`
 }
 TOOLKIT = "toolkit"
-WEIGHTS = ("int8", "int4")
+WEIGHTS = ("int8",)
 VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
 KEYS = ("engine", "dtype", "schedule", "deterministic")  # of a row
 DEFINITIONS = {

@@ -30,7 +30,7 @@ from toolkit.targets.target import Target
 TRANSFORMERS, VLLM = "transformers", "vllm"
 NGRAM, CHAIN = "n-gram 4,1,5", "chain 4,1,5"
 DRAFTED = 4  # tokens at a time
-NGRAMS = [NgramLookup().min_n, NgramLookup().max_n]  # the lengths of our own lookup: vLLM's defaults are 5 and 5
+NGRAMS = [NgramLookup().min_n, 4]  # vLLM's defaults are 5 and 5
 # By schedule: how many prompts are answered together, and settings of the engine.
 SCHEDULES: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
     TRANSFORMERS: {"batch 4": (4, {}), "batch 16": (16, {}), NGRAM: (1, {"lookup": DRAFTED})},

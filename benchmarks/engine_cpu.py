@@ -1,6 +1,6 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
-    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 int4 \
+    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 \
         [--vllm-python PATH] [--gguf FILE [--llama-server FILE | --llama-python PATH]] [--eagle-python PATH]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns

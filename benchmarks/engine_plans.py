@@ -1,6 +1,6 @@
 """Which engines benchmarks/engine_cpu.py starts, by its arguments, and why others have no row.
 
-Ours, with  -compiled  the layers compiled (--torch-compile),  -int8, -int4  the target quantised (--quantization). The
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target quantised (--quantization). The
 head has the bytes that a user gets who says nothing: int8 beside such a target, and where our own products multiply it.
 
     plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram   null
@@ -172,8 +172,8 @@ def _add_vllm(
     own: dict[str, Any] = {"python": args.vllm_python}
     own["environment"] = vllm_environment(args.vllm_python, first_cores(shared["threads"]))
     found.add(names[0], {"engine": "vllm"}, **own)
-    sizes = NgramLookup()  # the lengths of our own lookup: vLLM's defaults are 5 and 5
-    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": [sizes.min_n, sizes.max_n]}
+    sizes = [NgramLookup().min_n, 4]  # vLLM's defaults are 5 and 5
+    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": sizes}
     found.add(names[1], ngram, shape=lookup.as_text(), **own)
     if head is None or head.kind != "eagle3":
         found.absent[names[2]] = _no_head(head, "eagle3")

@@ -39,9 +39,9 @@ class TargetSettings:
         "auto: that of the target's config (float16: bfloat16 on a GPU, float32 on a CPU); training on a CPU takes "
         "float32 where that is faster",
     )
-    quantization: Literal["int8", "int4"] | None = setting(
+    quantization: Literal["int8"] | None = setting(
         None,
-        "bits of a weight of the target's linear layers (CPU), in all stages: the head learns from that target",
+        "one byte per weight in the target's linear layers (CPU), in all stages: the head learns from that target",
     )
     chat_template: str | None = setting(
         None,

@@ -402,7 +402,7 @@ SECTIONS = (
         "the same bits as alone and returned others; the share is of all tokens and layers, *first* the earliest. "
         "*none*: no operation of the target's layers did so for this prompt; the output matrix and the draw are not "
         "watched. Compiled schedules are compared with the request alone by the same compiled target.",
-        command="python benchmarks/bit_sources.py --draft DIR --variants auto float32 int8 int4",
+        command="python benchmarks/bit_sources.py --draft DIR --variants auto float32 int8",
     ),
     Section(
         "Auxiliary layers read one off",

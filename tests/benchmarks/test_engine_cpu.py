@@ -94,7 +94,7 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
     rows = record["rows"]
     assert [row["engine"] for row in rows if row["batch"] == 1] == NAMES
     assert [row["engine"] for row in rows if row["batch"] == 2] == NAMES[:-1]  # Hugging Face looks up for one at a time
-    options = {f"ours-plain-{what} and others -{what}" for what in ("compiled", "int8", "int4")}
+    options = {f"ours-plain-{what} and others -{what}" for what in ("compiled", "int8")}
     assert set(record["left_out"]) == {*FOREIGN, *options, "hf-prompt-lookup, batch 2"}
     table = capsys.readouterr().out
     for row in rows:
@@ -114,12 +114,9 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
 def test_rows_of_a_quantised_target(bench) -> None:
     """They are held against plain decoding of the same weights, and have its speed as their measure."""
     asked = ["ours-eagle3-chain-int8", "hf-generate-int8", "ours-eagle3-tree"]
-    asked.append("ours-plain-int4")
-    record = bench("--batch", "1", "--repeats", "1", "--quantization", "int8", "int4", "--only", *asked, limit=1)
+    record = bench("--batch", "1", "--repeats", "1", "--quantization", "int8", "--only", *asked, limit=1)
     found = {row["engine"]: row for row in record["rows"]}
     assert set(found) == {*asked, "ours-plain", "ours-null", "ours-plain-int8"} and "all others" in record["left_out"]
-    assert found["ours-plain-int4"]["weight_bits"] < found["ours-plain-int8"]["weight_bits"]
-    assert found.pop("ours-plain-int4")["equals"] == "ours-plain-int4"
     for name, row in found.items():
         small = "int8" in name
         assert row["tokens_equal"] is True and row["near_ties"] == 0, "fp32 arithmetic: the tokens must be equal"
@@ -131,7 +128,7 @@ def test_rows_of_a_quantised_target(bench) -> None:
 def test_plans_of_every_option(script, tmp_path, tiny_draft, monkeypatch) -> None:
     """Compiled and quantised rows side by side, none of them missing, each beside plain decoding of its own kind."""
     cpu, worker = script("engine_cpu"), script("engine_worker")
-    args = cpu.arguments().parse_args(["--quantization", "int8", "int4", "--torch-compile", "--dtype", "float32"])
+    args = cpu.arguments().parse_args(["--quantization", "int8", "--torch-compile", "--dtype", "float32"])
     plans, _absent = cpu.plans_for(args, tiny_draft, {}, tmp_path)
     ours = {plan.name: plan for plan in plans if plan.name.startswith("ours-plain")}
     assert {name: (plan.equals, plan.over) for name, plan in ours.items()} == {
@@ -139,8 +136,6 @@ def test_plans_of_every_option(script, tmp_path, tiny_draft, monkeypatch) -> Non
         "ours-plain-compiled": ("ours-plain", "ours-plain-compiled"),
         "ours-plain-int8": ("ours-plain-int8", "ours-plain-int8"),
         "ours-plain-int8-compiled": ("ours-plain-int8", "ours-plain-int8-compiled"),
-        "ours-plain-int4": ("ours-plain-int4", "ours-plain-int4"),
-        "ours-plain-int4-compiled": ("ours-plain-int4", "ours-plain-int4-compiled"),
     }
     drafting = {plan.name: plan for plan in plans if plan.name.startswith("ours-eagle3-chain")}
     assert drafting["ours-eagle3-chain-int8-compiled"].equals == "ours-plain-int8-compiled"

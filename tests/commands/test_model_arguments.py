@@ -28,10 +28,10 @@ def test_every_option_has_a_flag_of_its_type():
     """A number that arrives as text would fail far from the command line."""
     values = {
         "target": "x", "draft": "y", "revision": "main", "shape": "4,1,5", "token_map": "z", "verify": "block",
-        "dtype": "float32", "quantization": "int4", "draft_quantization": "int8", "device": "cuda:1",
+        "dtype": "float32", "quantization": "int8", "draft_quantization": "int8", "device": "cuda:1",
         "torch_compile_max_bs": 3, "cuda_graph_max_bs": 4, "tensor_parallel_size": 2, "max_running_requests": 5,
         "context_length": 64, "max_total_tokens": 640, "mem_fraction_static": 0.5, "chunked_prefill_size": 7,
-        "dynamic_rows": 2, "lookup_corpus": "answers.jsonl", "draft_confidence": 0.25, "chat_template": "none",
+        "lookup_corpus": "answers.jsonl", "draft_confidence": 0.25, "chat_template": "none",
     }  # fmt: skip
     switches = {"no_draft": True, "torch_compile": True, "disable_overlap_schedule": True, "adaptive": True,
                 "lookup": True, "disable_cuda_graph": True, "deterministic": True}  # fmt: skip

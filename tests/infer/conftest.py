@@ -334,7 +334,7 @@ def build(small_target, small_draft, shared_draft):
         if name in DSPARK_HEADS:
             return build_small_dspark(small_target, name)
         if name == "ngram":
-            return NgramLookup(max_n=3, min_n=1)
+            return NgramLookup(min_n=1)
         return small_draft if name == "eagle3" else shared_draft(name)
 
     return make

@@ -338,5 +338,4 @@ def pretended_cuda(free_bytes: int = 2**28) -> Iterator[Seen]:
         torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(PretendedCuda())
         stack.callback(seen.clear)
-        stack.callback(seen.compilations.clear)
         yield seen

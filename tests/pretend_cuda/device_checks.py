@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from tests.pretend_cuda.device import CudaTensor, pretended_cuda
 from tests.pretend_cuda.seen import CaptureError, MixedDevicesError, seen
-from toolkit.infer.graphs.host_waits import host_wait
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.paged_reference import Pages
 
@@ -99,12 +98,8 @@ def launches_are_counted() -> None:
     assert seen.launches.total() == 4
     seen.clear()
     scores, ids = ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
-    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1} and len(seen.compilations) == 2
+    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1}
     assert scores.shape == ids.shape == (24, 2) and torch.isfinite(scores).all()
-    ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
-    assert len(seen.compilations) == 2, "the same variant again"
-    ops_for("cuda").top_log_probs(values.bfloat16().flatten(0, 2), 2)
-    assert len(seen.compilations) == 3, "the first kernel, of another type"
 
 
 def a_graph_runs_its_operations_again() -> None:
@@ -124,17 +119,6 @@ def a_graph_runs_its_operations_again() -> None:
             assert refuses(CaptureError, refused)
 
 
-def waits_are_found_before_a_recording() -> None:
-    values, first = torch.arange(3.0, device="cuda"), torch.tensor([0])
-    with torch.inference_mode():
-        for wait in (
-            lambda: values.max().item(), lambda: values[values > 1], lambda: values[first], lambda: values.to("cpu"),
-            lambda: torch.equal(values, values), lambda: torch.ones(3).to("cuda"),
-        ):  # fmt: skip
-            assert host_wait(wait) is not None, wait
-        assert host_wait(lambda: values[values.long()].to(torch.bfloat16).clamp(max=1) + 1) is None
-
-
 def autograd_reaches_its_weights() -> None:
     layer = torch.nn.Sequential(torch.nn.RMSNorm(3), torch.nn.Linear(3, 2)).to("cuda")
     layer(torch.ones(2, 3, device="cuda")).sum().backward()
@@ -143,8 +127,7 @@ def autograd_reaches_its_weights() -> None:
 
 CHECKS = (
     its_tensors_say_cuda, both_devices_in_one_operation_are_refused, reads_are_noted, uploads_are_noted,
-    launches_are_counted, a_graph_runs_its_operations_again, waits_are_found_before_a_recording,
-    autograd_reaches_its_weights,
+    launches_are_counted, a_graph_runs_its_operations_again, autograd_reaches_its_weights,
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def draft_of(name: str, target: Target) -> Draft | None:
     if name == "none":
         return None
     if name == "ngram":
-        return NgramLookup(max_n=3, min_n=1)
+        return NgramLookup(min_n=1)
     if name in ("eagle3", "composed", "adaptive"):
         return build_small_draft(target)
     return build_shared_head(target, name)

@@ -1,7 +1,7 @@
 """The package's GPU kernels on a pretended device: launched for the count, computed by their reference.
 
-A Triton kernel's wrapper runs as on a GPU, with its allocations and copies. The launch itself is noted, with the
-variant that Triton would compile for it, and does nothing. The reference then gives the values.
+A Triton kernel's wrapper runs as on a GPU, with its allocations and copies. The launch itself is noted, and does
+nothing. The reference then gives the values.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
 from tests.pretend_cuda.containers import mapped, tensors_in
 from tests.pretend_cuda.device import CudaTensor, numbers_of, record
@@ -27,8 +24,6 @@ from toolkit.infer.kernels import dispatch
 from toolkit.train import causal_attention, triton_attention, triton_diagonals, triton_loss, ttt
 from toolkit.train.gpu_kernels import gpu_kernels
 from toolkit.train.loss import ROW_LOSSES
-
-TARGET = GPUTarget("cuda", 90, 32)
 
 
 def stand_in(reference: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -68,17 +63,9 @@ def _check_arguments(name: str, tensors: Iterable[Tensor]) -> None:
         raise MixedDevicesError(f"{name} was given a tensor of the host at {caller()}")
 
 
-@cache
-def _binder(kernel: JITFunction) -> Callable[..., Any]:
-    return create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGET))
-
-
 def _launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """In place of JITFunction.run: note the launch and the variant, by the key of Triton's own cache."""
+    """In place of JITFunction.run: note the launch."""
     _check_arguments(kernel.__name__, tensors_in((args, kwargs)))
-    args, kwargs = mapped((args, kwargs), numbers_of)
-    _, specialization, options = _binder(kernel)(*args, **kwargs)
-    seen.compilations[kernel.__name__, str(specialization), str(sorted(options.items()))] += 1
     if not warmup:
         seen.launch(kernel.__name__)
 

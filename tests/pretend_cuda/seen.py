@@ -1,4 +1,4 @@
-"""What a pretended CUDA device has seen: launches, waits of the host, uploads, compilations."""
+"""What a pretended CUDA device has seen: launches, waits of the host, uploads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class CaptureError(RuntimeError):
 class Seen:
     """launches: operations that start a kernel, by name. reads: where the host waited for the device. uploads: where it
     copied from pageable memory, which waits too. pinned: number of uploads from pinned memory, which do not.
-    compilations: variants of Triton kernels, in order, and how often each was launched. recordings, replays: of rounds.
+    recordings, replays: of rounds.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     pinned: int = 0
-    compilations: Counter[tuple] = field(default_factory=Counter)
     recordings: int = 0
     replays: int = 0
     capturing: bool = False

@@ -6,7 +6,7 @@ from tests.pretend_cuda.program import said_by
 
 
 def test_the_device_refuses_waits_and_counts() -> None:
-    """Operations on both devices, reads, uploads, launches, compilations, and graphs that run without the host."""
+    """Operations on both devices, reads, uploads, launches, and graphs that run without the host."""
     found = said_by("device_checks")
     wrong = {name: text for name, text in found.items() if text is not None}
     assert len(found) == 8 and not wrong, "\n".join(wrong.values())

@@ -142,7 +142,6 @@ def _engine_settings(config: EngineConfig, target: Target, forced: ForcedAccepta
     recorded = config.why_eager(target.device.type) is None
     return {
         "token_map": describe_token_map(config),
-        "dynamic_rows": config.dynamic_rows,
         **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         "lookup": config.lookup,
         "batch": config.max_running_requests,
@@ -259,7 +258,7 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 def describe_draft(draft: Draft) -> dict[str, Any]:
     if not isinstance(draft, DraftCheckpoint):
-        return {"path": None, "head": draft.kind, "max_n": draft.max_n, "min_n": draft.min_n}
+        return {"path": None, "head": draft.kind, "min_n": draft.min_n}
     aux_layer_ids = getattr(draft.head.config, "aux_layer_ids", None)
     return {
         "path": None if draft.path is None else str(draft.path),

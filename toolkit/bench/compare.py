@@ -38,7 +38,7 @@ INTERVALS = (
     f"at least {LEAST_GROUPS} groups of prompts that were decoded together."
 )
 # Settings that may differ and are then shown.
-SHOWN = ("verify", "deterministic", "torch_compile", "token_map", "dynamic_rows")
+SHOWN = ("verify", "deterministic", "torch_compile", "token_map")
 MACHINE = ("cpu", "cpu_flags", "cores", "torch_threads", "gpus")
 
 

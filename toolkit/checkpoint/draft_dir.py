@@ -58,9 +58,8 @@ class DraftCheckpoint:
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
     weights: names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read
-    (`resolutions`), and the embedding that came with it, which must be the target's. dynamic_rows: the most ids outside
-    of the map that the engine lets the head draft. least_confidence: a block drafter ends a chain where the chance that
-    all of it is accepted falls below this.
+    (`resolutions`), and the embedding that came with it, which must be the target's. least_confidence: a block
+    drafter ends a chain where the chance that all of it is accepted falls below this.
     """
 
     head: DraftHead
@@ -70,7 +69,6 @@ class DraftCheckpoint:
     weights: tuple[str, ...] = ()
     resolutions: list[Resolution] = field(default_factory=list)
     own_embedding: torch.Tensor | None = None
-    dynamic_rows: int = 0
     least_confidence: float = 0.0
 
     @property

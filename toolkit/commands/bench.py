@@ -15,7 +15,7 @@ from toolkit.recipe_yaml import build
 HELP = "measure accept_length and speed of a draft head against plain decoding"
 # Options beside --draft: of the engine, with a counterpart among the recipe's bench settings, and others.
 ENGINE = (
-    "draft", "token_map", "dynamic_rows", "draft_confidence", "target", "dtype", "verify", "quantization",
+    "draft", "token_map", "draft_confidence", "target", "dtype", "verify", "quantization",
     "draft_quantization", "deterministic", "torch_compile", "chat_template",
 )  # fmt: skip
 SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")

@@ -84,7 +84,7 @@ METHODS = {
     "dspark": ("dspark",), "ngram": (),
 }  # fmt: skip
 KEYS = (
-    "method", "model", "revision", "num_speculative_tokens", "draft_token_map", "draft_token_map_dynamic_rows",
+    "method", "model", "revision", "num_speculative_tokens", "draft_token_map",
 )  # fmt: skip
 
 Told = tuple[str, str, Any]  # where it was given, our option, its value
@@ -226,9 +226,8 @@ def _of_config(settings: Mapping[str, Any], target: Any) -> Iterator[Told]:
         if type(count) is not int or count < 1:
             raise ConfigError(f"{where}: num_speculative_tokens is {count!r}; a number of tokens from 1 is needed")
         yield where, "shape", f"{count},1,{count + 1}"
-    for key, option in (("draft_token_map", "token_map"), ("draft_token_map_dynamic_rows", "dynamic_rows")):
-        if key in settings:
-            yield where, option, settings[key]
+    if "draft_token_map" in settings:
+        yield where, "token_map", settings["draft_token_map"]
 
 
 def _is_lookup(settings: Mapping[str, Any]) -> bool:

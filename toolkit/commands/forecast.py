@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The target answers the prompts, and for each top_k the head drafts the largest tree after every token of "
         "these answers. The accept_length of every smaller tree follows by replay; greedy and in float32 it is exactly "
-        "the engine's (with --dynamic-rows: an engine's of the same --batch, whose requests share the rows)."
+        "the engine's."
     )
 
 

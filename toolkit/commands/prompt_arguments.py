@@ -14,7 +14,7 @@ SETTINGS = ("prompts", "limit", "max_tokens", "temperature")
 
 # Options of the engine that change what a head drafts or how long it takes.
 ENGINE = (
-    "draft", "token_map", "dynamic_rows", "target", "dtype", "quantization", "draft_quantization", "deterministic",
+    "draft", "token_map", "target", "dtype", "quantization", "draft_quantization", "deterministic",
     "torch_compile", "chat_template",
 )  # fmt: skip
 

@@ -117,11 +117,6 @@ class DraftHead(nn.Module, ABC):
             raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
         return self.lm_head(self.normed(states), project)
 
-    @property
-    def other_rows(self) -> bool:
-        """Whether it can score other ids by their rows of the target's output matrix alone (dynamic rows)."""
-        return True
-
     def map_rows(self, places: Tensor) -> None:
         """Take another draft vocabulary, apart from the output matrix: places [D] of its ids in the old one, -1 if that
         lacks them."""

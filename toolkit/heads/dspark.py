@@ -252,10 +252,6 @@ class DSparkHead(DraftHead):
             return super().logits(states, project)
         return self.lm_head(states, self.extended(project))
 
-    @property
-    def other_rows(self) -> bool:
-        return self.markov_head is None
-
     @torch.no_grad()
     def map_rows(self, places: Tensor) -> None:
         if self.markov_head is not None:

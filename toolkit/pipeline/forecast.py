@@ -66,7 +66,6 @@ def forecast_head(
         **answers,
         "limit": wanted.limit,
         "token_map": describe_token_map(config),
-        "dynamic_rows": config.dynamic_rows,
         "batch": config.max_running_requests,
         "deterministic": config.deterministic,
         "torch_compile": config.torch_compile,

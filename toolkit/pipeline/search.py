@@ -41,7 +41,7 @@ from toolkit.weights import write_json
 
 logger = get_logger(__name__)
 
-FORECAST_BATCH = 8  # its requests share dynamic rows; without these the forecast does not depend on it
+FORECAST_BATCH = 8
 
 
 def search_head(
@@ -73,7 +73,6 @@ def search_head(
         "temperature": wanted.temperature,
         "seed": seed,
         "token_map": describe_token_map(config),
-        "dynamic_rows": config.dynamic_rows,
         "deterministic": config.deterministic,
         "torch_compile": config.torch_compile,
         "seconds": round(time.perf_counter() - started, 1),

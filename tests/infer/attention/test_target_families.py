@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import pytest
@@ -382,23 +381,3 @@ def test_length_dependent_rope_limits_the_context(small_target):
     """Dynamic ropes change all positions once a length is passed, which cached keys cannot follow."""
     target = build("llama", {"rope_parameters": DYNAMIC_ROPE}, small_target.tokenizer)
     assert Engine(target).context_length == 64
-
-
-def test_a_target_that_waits_for_the_device_is_not_recorded(small_target, caplog):
-    """A capture would fail, and take the stream with it. A dynamic rope compares the longest position."""
-    target = build("llama", {"rope_parameters": DYNAMIC_ROPE}, small_target.tokenizer)
-    graphs = GraphSettings(1, lambda run: pytest.fail("a round was recorded"))
-    with caplog.at_level(logging.INFO, logger="toolkit"):
-        engine = Engine(target, max_running_requests=1, graphs=graphs, memory=MemorySettings(scattered_pages=True))
-    assert "the host waits for the device" in caplog.text and "modeling_rope_utils" in caplog.text
-    assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].output_ids) == 4
-
-
-def test_a_wait_that_a_recording_leaves_out_costs_no_graph(small_target, caplog):
-    """GPT-2 looks for its padding id among the tokens, unless the stream is recorded."""
-    target, recorded = build("gpt2", {"pad_token_id": 0}, small_target.tokenizer), []
-    graphs = GraphSettings(1, lambda run: recorded.append(run) or again(run))
-    with caplog.at_level(logging.INFO, logger="toolkit"):
-        engine = Engine(target, max_running_requests=1, graphs=graphs, memory=MemorySettings(scattered_pages=True))
-    assert recorded and "the host waits" not in caplog.text
-    assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].output_ids) == 4

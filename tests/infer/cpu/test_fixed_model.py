@@ -10,7 +10,7 @@ import pytest
 from toolkit.errors import TargetError
 from toolkit.infer.engine.cpu_door import load_target, pack
 
-LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
+LAYERS = {None: "PackedLinear", "int8": "Int8Linear"}
 
 
 @pytest.mark.parametrize("quantization", LAYERS)

@@ -9,7 +9,6 @@ from tests.conftest import build_draft
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.infer.cpu.blocked_product import takes
-from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.infer.cpu.quantize import quantize_head
@@ -26,9 +25,9 @@ from toolkit.weights import read_json, write_json
 PARAMS = SamplingParams(max_tokens=32)
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
-def quantized(tiny_target_directory, request) -> Target:
-    return load_target(tiny_target_directory, quantization=request.param, dtype="float32")
+@pytest.fixture(scope="module")
+def quantized(tiny_target_directory) -> Target:
+    return load_target(tiny_target_directory, quantization="int8", dtype="float32")
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -87,7 +86,7 @@ def test_the_draft_directory_says_what_its_target_was(tiny_draft_directory, tmp_
     for path in tiny_draft_directory.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     write_json(folder / "config.json", config)
-    for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear), ("int4", Int4Linear)):
+    for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear)):
         opened = load_engine(EngineConfig(draft=folder, quantization=asked))
         assert type(opened.target.layers[0].mlp.up_proj) is expected
         opened.engine.close()
@@ -102,7 +101,7 @@ def test_offline(tiny_target_directory):
 
 @pytest.mark.parametrize(("target", "asked", "expected"), [
     ("none", "auto", PackedLinear), ("none", "int8", Int8Linear), ("none", "none", PackedLinear),
-    ("int8", "auto", Int8Linear), ("int8", "none", PackedLinear), ("int4", "auto", Int8Linear),
+    ("int8", "auto", Int8Linear), ("int8", "none", PackedLinear),
 ])  # fmt: skip
 def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected):
     """As asked, else as the target where that is quantised; all of it, its output matrix too; and the answers are the

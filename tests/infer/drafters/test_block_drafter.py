@@ -201,16 +201,3 @@ def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, draft, monk
     request = engine.add_request(ragged_prompts()[0], SamplingParams(max_tokens=6))
     finished(engine, [request])
     assert recorded and set(recorded) == {shape} and {event.offered for event in request.events} == {0}
-
-
-def test_dynamic_rows_have_the_bias_too(small_target, draft, plain):
-    """Its factor is computed once for the rows of a map; rows that change are scored with it in every step."""
-    if not draft.head.other_rows or not draft.head.config.own_vocabulary:
-        engine = Engine(small_target, replace(draft, dynamic_rows=3), DraftShape.chain(5), max_running_requests=16)
-        assert len(engine.drafter.to_target) == draft.token_map.size
-        return
-    draft.head.lm_head.weight.copy_(small_target.lm_head.weight[draft.token_map.ids])
-    engine = Engine(small_target, replace(draft, dynamic_rows=3), DraftShape.chain(5), max_running_requests=16)
-    assert len(engine.drafter.to_target) == 23 and engine.drafter.reader._bias is None
-    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
-    assert finished(engine, requests) == plain

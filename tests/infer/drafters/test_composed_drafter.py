@@ -13,10 +13,15 @@ from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, with_chains
-from toolkit.infer.drafters.lookup_choice import DEPTHS, RETRY, LookupChoice
-from toolkit.infer.drafters.lookup_corpus import LookupCorpus
+from toolkit.infer.drafters.lookup import (
+    DEPTHS,
+    RETRY,
+    SEPARATOR,
+    LookupChoice,
+    SuffixAutomaton,
+    SuffixLookup,
+)
 from toolkit.infer.drafters.step_costs import LookupArm, StepCosts
-from toolkit.infer.drafters.suffix_lookup import SuffixLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree, root_only
 from toolkit.infer.request.params import SamplingParams
@@ -103,8 +108,9 @@ def test_a_corpus_is_drafted_from(small_target, build):
     """An answer that was given before is drafted whole, although its own text does not repeat."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     plain = Engine(small_target).generate([[3, 11, 5]], params)[0].output_ids
-    lengths = {}
-    for name, corpus in (("without", None), ("with", LookupCorpus([plain]))):
+    lengths, given = {}, SuffixAutomaton()
+    given.extend([*plain, SEPARATOR])
+    for name, corpus in (("without", None), ("with", given)):
         engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=Lookup(corpus))
         request = engine.generate([[3, 11, 5]], params)[0]
         engine.close()

@@ -1,4 +1,4 @@
-"""What an engine launches at its start leaves no trace. That it is all that serving launches: tests/pretend_cuda/."""
+"""What an engine launches at its start leaves no trace."""
 
 from __future__ import annotations
 

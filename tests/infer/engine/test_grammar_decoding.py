@@ -110,7 +110,7 @@ CASES += [pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("ngram", 
 def engine_with(target, draft, kind: str, shape: str, plain, **options) -> Engine:
     """An engine that drafts in one of the ways; the oracle drafts what `plain` holds, with mistakes."""
     if kind == "ngram":
-        return Engine(target, NgramLookup(3, 1), DraftShape.parse(shape), **options)
+        return Engine(target, NgramLookup(1), DraftShape.parse(shape), **options)
     lookup = Lookup() if kind == "composed" else None
     if not kind.startswith("oracle"):
         return Engine(target, draft, DraftShape.parse(shape), lookup=lookup, **options)

@@ -60,8 +60,8 @@ def test_every_option_has_a_help_text_that_names_options():
             "`torch_compile` is True; they cannot",
         ),
         (
-            {"target": "x", "tensor_parallel_size": 2, "quantization": "int4"},
-            "`quantization` is int4; they cannot",
+            {"target": "x", "tensor_parallel_size": 2, "quantization": "int8"},
+            "`quantization` is int8; they cannot",
         ),
         ({"target": "x", "deterministic": True, "torch_compile": True}, "for `torch_compile`, leave it out"),
         ({"target": "x", "deterministic": True, "tensor_parallel_size": 2}, "for `tensor_parallel_size`, set it to 1"),

@@ -1,4 +1,4 @@
-"""Quantises linear layers: of a loaded model to int8 or int4 (its output matrix to int8), of a draft head to int8.
+"""Quantises linear layers of a loaded model or of a draft head to int8.
 
 The quantised model is then the target: speculative decoding must reproduce its tokens. The token embedding is not
 rounded, even if the model ties it to the output matrix: a step reads only a few of its rows.
@@ -13,11 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import TargetError
-from toolkit.infer.cpu.int4_linear import Int4Linear, int4_product, round_to_levels, takes_int4
 from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
 from toolkit.infer.cpu.joined_product import join_products
 
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8",)
 # The least share of linear layers in the weights that a step reads (all but the token embedding). With less,
 # quantisation would save little memory.
 LEAST_SHARE = 0.5
@@ -26,11 +25,8 @@ LEAST_SHARE = 0.5
 def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
     """Replaces every `nn.Linear` of `model`, which is on the CPU and in `dtype`, by an `Int8Linear`.
 
-    "int4": by an `Int4Linear` instead. Two kinds of layers become int8: the output matrix, whose errors change the
-    tokens' scores directly, and layers whose sizes the int4 kernel does not support.
-
     Raises `TargetError` for an unknown quantization, another device or dtype, a family with most of its weights outside
-    linear layers (GPT-2, mixtures of experts), and a CPU whose products with int8 or int4 weights are wrong.
+    linear layers (GPT-2, mixtures of experts), and a CPU whose products with int8 weights are wrong.
     """
     if quantization not in QUANTIZATIONS:
         raise TargetError(f"`quantization` is {quantization!r}; one of {', '.join(QUANTIZATIONS)} is needed")
@@ -54,7 +50,7 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
             f"quantization {quantization} changes linear layers, and they hold only {covered / total:.0%} of the "
             f"weights of {type(model).__name__} ({name}); leave the quantization out for this family"
         )
-    _replace(model, linears, dict(_int4_for(model)) if quantization == "int4" else {})
+    _replace(model, linears)
 
 
 def quantize_head(head: nn.Module) -> None:
@@ -68,26 +64,17 @@ def quantize_head(head: nn.Module) -> None:
             f"int8 draft heads are for bfloat16 or float32 on the CPU, and the head is {weight.dtype} on "
             f"{weight.device}; set `device` to cpu, or `draft_quantization` to none"
         )
-    _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
+    _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)})
 
 
-def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:
-    """Replaces the layers at these paths: by their entry in `small`, else by int8 layers."""
+def _replace(model: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+    """Replaces the layers at these paths by int8 layers."""
     check_int8_products(next(iter(linears.values())).weight.dtype)
+    small = {module: Int8Linear(module) for module in linears.values()}
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")
-        if module not in small:
-            small[module] = Int8Linear(module)
         setattr(model.get_submodule(parent), own, small[module])
     join_products(model)
-
-
-def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
-    """The layers that become int4, with their replacements."""
-    check_int4_products(model.dtype)
-    output = model.get_output_embeddings()
-    layers = [one for one in model.modules() if type(one) is nn.Linear and one is not output and takes_int4(one)]
-    return {layer: Int4Linear(layer) for layer in layers}
 
 
 def check_int8_products(dtype: torch.dtype) -> None:
@@ -102,25 +89,4 @@ def check_int8_products(dtype: torch.dtype) -> None:
         raise TargetError(
             f"products with int8 weights are wrong on this CPU with PyTorch {torch.__version__}; leave the "
             "quantization out"
-        )
-
-
-def check_int4_products(dtype: torch.dtype) -> None:
-    """Raises `TargetError` if products with int4 weights are missing or wrong on this CPU with this PyTorch."""
-    weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).to(dtype)
-    levels, steps = round_to_levels(weight)
-    step, middle = steps.double().transpose(0, 1).repeat_interleave(64 // steps.shape[0], dim=1).unbind(-1)
-    rows = torch.linspace(0.5, -1, 5 * 64).view(5, 64).to(dtype)
-    exact = rows.double() @ ((levels - 8) * step + middle).T
-    allowed = 1e-4 if dtype == torch.float32 else 1e-2
-    try:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-        got = int4_product(rows, packed, steps).double()
-        right = bool((got - exact).norm() <= allowed * exact.norm())
-    except (AttributeError, NotImplementedError, RuntimeError):
-        right = False
-    if not right:
-        raise TargetError(
-            f"products with int4 weights are missing or wrong on this CPU with PyTorch {torch.__version__}; take "
-            "quantization int8, or leave it out"
         )

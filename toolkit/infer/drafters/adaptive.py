@@ -15,7 +15,7 @@ than plain decoding by a tenth (BATCH_MARGIN). Both estimates become outdated fo
   that gains time pays into the account, so more trials follow. The first round of a batch size is plain.
 - The node count of an arm is at most twice the largest one run at this batch size (or the next larger arm): twice the
   nodes take at most twice as long to verify.
-- Lookup's drafts need neither: `lookup_choice.py`.
+- Lookup's drafts need neither: `lookup.py`.
 
 On a GPU the first round of an arm at a batch size is neither timed nor charged (adaptive_drafter.py). Apart from it,
 in T seconds, with plain rounds of p seconds, a useless head therefore costs at most
@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import get_num_threads
 
-from toolkit.infer.drafters.lookup_choice import Lengths, LookupChoice
+from toolkit.infer.drafters.lookup import Lengths, LookupChoice
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, candidate_count

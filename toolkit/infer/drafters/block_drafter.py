@@ -62,7 +62,9 @@ def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
 
 
 def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns those of `shapes` that the draft can draft: of a block drafter those no deeper than its block."""
+    """Returns those of `shapes` that the draft can draft: of lookup chains, of a block those no deeper than it."""
+    if isinstance(draft, NgramLookup):
+        return [one for one in shapes if one.is_chain]
     most = drafts_at_once(draft)
     return [one for one in shapes if not most or one.num_steps <= most]
 
@@ -70,14 +72,13 @@ def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftS
 class BlockReader(HeadReader):
     """`read` writes known positions to the cache; `draft` runs a block; `logits` adds the Markov bias.
 
-    _bias [r, D]: the second factor of the bias; None without a bias, or if the rows of the output matrix change
-    (dynamic rows).
+    _bias [r, D]: the second factor of the bias; None without a bias.
     """
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
         self._block = block_of(head)
-        self._bias = None if head.dynamic is not None else bias_of_map(head)
+        self._bias = bias_of_map(head)
 
     def weights_changed(self) -> None:
         """Computes the bias again, in place: recorded rounds read it."""
@@ -122,8 +123,6 @@ class BlockReader(HeadReader):
             given = self._block.before(before)
             assert given is not None, "a head with a bias reads the token before"
             return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
-        if self.head.dynamic is not None:
-            return self.head.scores(self._block.after(states, before)).expand(-1, before.shape[1], -1)
         return scores.expand(-1, before.shape[1], -1)
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:

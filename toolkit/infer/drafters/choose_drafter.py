@@ -15,7 +15,7 @@ from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.drafters.lookup_corpus import LookupCorpus
+from toolkit.infer.drafters.lookup import SuffixAutomaton
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
@@ -27,7 +27,7 @@ Draft = DraftCheckpoint | NgramLookup
 class Lookup:
     """Suffix lookup beside a head. corpus: earlier texts, searched beside each request's own."""
 
-    corpus: LookupCorpus | None = None
+    corpus: SuffixAutomaton | None = None
 
 
 def cached_token_bytes(draft: Draft | None) -> int:

@@ -9,7 +9,7 @@ lists, tables) gives lookup long drafts; elsewhere it has none and the head draf
 
 A row has one of the two, not both in one tree. With a fixed shape it drafts by lookup wherever the expected
 accept_length of that is above LEAST_LENGTH, a chain with as many nodes as the shape. Adaptive drafting chooses the
-depth, and whether the head runs (`lookup_choice.py`).
+depth, and whether the head runs (`lookup.py`).
 
 The verify rules stay exact: lookup's drafts depend on the committed tokens only, as the best tokens of a head do. Rows
 whose drafts were drawn from the head's distribution keep it; rows with lookup's drafts are verified by the target's
@@ -31,8 +31,7 @@ from torch.nn.functional import pad
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
-from toolkit.infer.drafters.lookup_corpus import LookupCorpus
-from toolkit.infer.drafters.suffix_lookup import MatchRates, SuffixLookup
+from toolkit.infer.drafters.lookup import MatchRates, SuffixAutomaton, SuffixLookup
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, chain_tree, without_padding
 from toolkit.infer.request.request import Request
 from toolkit.infer.request.upload import upload
@@ -51,7 +50,7 @@ class ComposedDrafter(WrappedDrafter):
     """
 
     def __init__(
-        self, inner: Drafter, shape: DraftShape, depth: int | None = None, corpus: LookupCorpus | None = None
+        self, inner: Drafter, shape: DraftShape, depth: int | None = None, corpus: SuffixAutomaton | None = None
     ) -> None:
         super().__init__(inner)
         self._depth, self._corpus = depth, corpus

@@ -19,18 +19,14 @@ from toolkit.heads.layer_ops import PLAIN, LayerOps, using
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.dynamic_rows import DynamicRows, rows_agree
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.upload import upload
-from toolkit.log import get_logger
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
 from toolkit.targets.new_weights import copy_weights
 from toolkit.targets.target import Target
-
-log = get_logger(__name__)
 
 
 class SharedOutput(nn.Module):
@@ -64,8 +60,7 @@ class DraftingHead:
     """A head as the drafter uses it. Hooks on the target capture its features.
 
     module: the head with its weights. output: the target's output matrix, for a head without its own; else None.
-    dynamic: rows of the target's output matrix for ids outside of the token map; None: there are none. to_target: the
-    target ids of all rows, [D].
+    to_target: the target ids of the draft vocabulary, [D].
     stages, width: as in its `HeadConfig` (width is `feature_size`, W).
     """
 
@@ -73,10 +68,9 @@ class DraftingHead:
         self.module, self.config = draft.head, draft.head.config
         self.stages, self.width = self.config.stages, self.config.feature_size
         self.output = None if self.config.own_vocabulary else SharedOutput(target, draft)
-        self._of_map: nn.Module = self.module.lm_head if self.output is None else self.output
-        self.dynamic = _dynamic_rows(draft, target, self._of_map)
-        fixed = draft.token_map.ids.to(target.device)
-        self.to_target = fixed if self.dynamic is None else self.dynamic.to_target
+        # Returns the logits of normed states: [..., H] -> [..., D].
+        self.scores: nn.Module = self.module.lm_head if self.output is None else self.output
+        self.to_target = draft.token_map.ids.to(target.device)
         self.ops = _layer_ops(ops_for(target.device.type))
         self._embed = target.embed_tokens
         self.module.read_target(self._embed)
@@ -101,19 +95,14 @@ class DraftingHead:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
         with using(self.ops):
             states = self.module.normed(self.module.read(stage, hidden))
-        return self.scores(states)
-
-    def scores(self, states: Tensor) -> Tensor:
-        """Returns the logits of normed states: [..., H] -> [..., D]."""
-        return self._of_map(states) if self.dynamic is None else self.dynamic.logits(states, self._of_map)
+        scores: Tensor = self.scores(states)
+        return scores
 
     def weights_changed(self) -> None:
         """Copies again what it holds of the target's embedding and output matrix."""
         self.module.read_target(self._embed)
         if self.output is not None:
             self.output.weights_changed()
-        if self.dynamic is not None:
-            self.dynamic.restart()
 
     def remove(self) -> None:
         """Removes the hooks from the target."""
@@ -125,25 +114,6 @@ def _layer_ops(ops: Ops) -> LayerOps:
     if ops.rms_norm is reference.rms_norm:
         return PLAIN
     return LayerOps(ops.rotate, ops.gated, lambda x, weight, eps: ops.rms_norm(x, weight, eps, 0.0, False))
-
-
-def _dynamic_rows(draft: DraftCheckpoint, target: Target, of_map: nn.Module) -> DynamicRows | None:
-    """The dynamic rows that the draft asks for; None if the map keeps all ids, or the head has other rows."""
-    size = draft.dynamic_rows
-    if not size:
-        return None
-    if draft.token_map.size == target.vocab_size:
-        log.warning("no dynamic rows: the head drafts all %d ids already; --token-map cuts them", target.vocab_size)
-        return None
-    if not draft.head.other_rows:
-        log.warning("no dynamic rows: the head's Markov bias covers the drafted ids alone")
-        return None
-    if isinstance(of_map, SharedOutput):
-        return DynamicRows(target, draft.token_map, size, target.finish_scores, of_map.lm_head)
-    if rows_agree(draft.head.lm_head.weight, target, draft.token_map):
-        return DynamicRows(target, draft.token_map, size, None, of_map)
-    log.warning("no dynamic rows: the head's output matrix is not the target's (train.head.lm_head frozen or target)")
-    return None
 
 
 def cache_shape(head: DraftHead, device: torch.device) -> KVShape:

@@ -115,9 +115,6 @@ class HeadDrafter(Drafter):
             self._read[first_row:] = read
         if not any(map(self._drafts, requests)):
             return
-        if whole and self._head.dynamic is not None:
-            for one in filter(self._drafts, requests):
-                self._head.dynamic.use(one.context_ids)
         features = self._head.features().to(self.reader.dtype)
         last = upload([request.unread - 1 for request in requests], self._device)
         if whole:
@@ -152,8 +149,6 @@ class HeadDrafter(Drafter):
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
                 self.inputs.tokens[row, 0] = request.output_ids[0]
-                if self._head.dynamic is not None and self._drafts(request):
-                    self._head.dynamic.use(request.output_ids)
 
     def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
         """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
@@ -175,10 +170,6 @@ class HeadDrafter(Drafter):
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Updates the counts of unread positions; the host knows the accepted lengths only now."""
-        if self._head.dynamic is not None:
-            for request, tokens in zip(requests, result.path_tokens, strict=True):
-                if self._drafts(request):
-                    self._head.dynamic.use(tokens)
         if self._starts is not None:
             counts = [start + accepted + 1 for start, accepted in zip(self._starts, result.accepted, strict=True)]
             self.inputs.counts[: len(requests)] = counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.lookup_choice import Lengths
+from toolkit.infer.drafters.lookup import Lengths
 from toolkit.infer.drafters.step_costs import Arm, ArmTime
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.request import Request

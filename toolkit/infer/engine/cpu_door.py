@@ -64,10 +64,9 @@ def load_target(
 ) -> Target:
     """Load a target with `targets.load.load_target`, quantise it, and choose the fastest dtype for its use.
 
-    quantization: "int8" or "int4" stores the linear layers in one byte or half a byte per weight (CPU). The quantised
-    model is the target. chat_template: see `choose_template`.
-    runs_on: the device that the target will be moved to, for which the dtype is chosen; None:
-    `device`.
+    quantization: "int8" stores the linear layers in one byte per weight (CPU). The quantised model is the target.
+    chat_template: see `choose_template`. runs_on: the device that the target will be moved to, for which the dtype is
+    chosen; None: `device`.
 
     dtype "auto" is bfloat16 if the config says so, on a GPU also if it says float16, else float32. On a CPU it also
     depends on `use`. "serving" has matmuls of few rows and keeps the config's dtype. "training" has matmuls of many
@@ -94,8 +93,6 @@ def load_target(
 
 
 def _auto_dtype(device_type: str, use: Use, quantization: str | None, config: PretrainedConfig) -> torch.dtype:
-    if quantization == "int4":  # its float32 kernels are slow
-        return torch.bfloat16
     stated = load.stated_dtype(config, device_type)
     if stated == torch.float32 or device_type != "cpu":
         return stated

@@ -20,19 +20,16 @@ from toolkit.infer.cache.round_state import RoundState, RowState, advanced, row_
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward
-from toolkit.infer.graphs.host_waits import host_wait
 from toolkit.infer.graphs.recordings import (
     GraphSettings,
     Kind,
     Recorded,
     Recordings,
     RunRound,
-    StaticSampler,
     buckets_up_to,
 )
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
-from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -147,16 +144,7 @@ class GraphRounds:
         widest = max(max(shape.head_dim, shape.value_dim or 0) for shape in shapes)
         if shapes[0].device.type == "cuda" and widest > paged_width:
             return f"heads are {widest} wide, and paged attention supports at most {paged_width}"
-        found = self._host_wait()
-        return None if found is None else f"the host waits for the device in the target's forward ({found})"
-
-    @torch.inference_mode()
-    def _host_wait(self) -> str | None:
-        """Where the host waits in a plain round, tried on a padding row."""
-        self.state.set_rows([], 1)
-        self.state.set_tables(0, 1)
-        rows, sampler = self.state.rows(1), StaticSampler(self.state, 1, None)
-        return host_wait(lambda: self.run_round(rows, lambda rows: root_only(rows.roots), sampler))
+        return None
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
         """The kind of graph for a round of these requests; None if it has to run eagerly."""

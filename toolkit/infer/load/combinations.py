@@ -31,9 +31,8 @@ def check_tensor_parallel(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if `tensor_parallel_size` is above 1 together with an option that needs one process."""
     size = options["tensor_parallel_size"]
     for name, is_set, instead in (
-        ("quantization", options["quantization"] in ("int8", "int4"), "set it to none"),
+        ("quantization", options["quantization"] == "int8", "set it to none"),
         ("draft_quantization", options["draft_quantization"] in ("int8", "fp8"), "set it to none"),
-        ("dynamic_rows", options["dynamic_rows"] > 0, "set it to 0"),
         ("torch_compile", options["torch_compile"], "leave it out"),
         ("cuda_graph_max_bs", options["cuda_graph_max_bs"] is not None, "leave it out"),
     ):

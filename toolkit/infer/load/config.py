@@ -74,13 +74,6 @@ class EngineConfig:
         "turns are added",
         metavar="FILE",
     )
-    dynamic_rows: int = option(
-        0,
-        "let the head draft N ids outside of its token map too: those that the prompts and the latest tokens contain. "
-        "For heads that score tokens by rows of the target's output matrix (eagle2, mtp, DFlash; eagle3 with lm_head "
-        "frozen or target). 0: none (default)",
-        metavar="N",
-    )
     draft_confidence: float = option(
         0.0, "a dspark head ends a chain at a chance below P; 0: never (default)", metavar="P"
     )
@@ -98,10 +91,10 @@ class EngineConfig:
         "number format; float32 makes comparisons with plain decoding exact, float16 needs a GPU (default: auto, the "
         "target's; a float16 checkpoint runs in bfloat16 on a GPU and in float32 on a CPU)",
     )
-    quantization: Literal["auto", "none", "int8", "int4"] = option(
+    quantization: Literal["auto", "none", "int8"] = option(
         "auto",
-        "one byte (int8) or half a byte (int4) per weight in the target's linear layers (CPU); the answers are those "
-        "of the quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+        "one byte per weight in the target's linear layers (CPU); the answers are those of the quantised target, "
+        "drafted or not (default: auto, none unless the draft was trained for such a target)",
     )
     draft_quantization: Literal["auto", "none", "int8", "fp8"] = option(
         "auto",
@@ -175,7 +168,7 @@ class EngineConfig:
     @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
-        names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows", "draft_confidence")
+        names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "draft_confidence")
         given = [name for name in names if getattr(self, name)]
         return [*given, *(["draft_quantization"] if self.draft_quantization in ("int8", "fp8") else [])]
 

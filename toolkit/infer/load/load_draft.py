@@ -180,13 +180,11 @@ def fit_draft(
     draft: Draft,
     target: Target,
     token_map: str | Path | None = None,
-    dynamic_rows: int = 0,
     confidence: float = 0.0,
 ) -> Draft:
     """Move `draft` to the target's device and dtype. With a `token_map` file, draft only its ids.
 
-    dynamic_rows: the most ids outside of the map that may be drafted too (`drafters/dynamic_rows.py`). confidence: see
-    `DraftCheckpoint`.
+    confidence: see `DraftCheckpoint`.
 
     The file is a list of ids (freq_N.pt, the format of SGLang's --speculative-token-map; FR-Spec, arXiv 2502.14856).
     Missing ids of special tokens and ends of turns are added: FR-Spec's published maps lack them, and a head that
@@ -204,13 +202,11 @@ def fit_draft(
             "do; leave it out"
         )
     if not isinstance(draft, DraftCheckpoint):
-        if dynamic_rows:
-            raise ConfigError(f"`dynamic_rows` is {dynamic_rows}, but n-gram lookup scores no tokens; leave it out")
         return draft
     check_draft_matches(draft, target)
     draft.head.cast(target.device, target.dtype)
     _warn_of_broken(draft)
-    draft = replace(draft, dynamic_rows=dynamic_rows, least_confidence=confidence)
+    draft = replace(draft, least_confidence=confidence)
     return draft if token_map is None else with_token_map(draft, target, token_map)
 
 

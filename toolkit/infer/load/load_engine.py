@@ -212,7 +212,7 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:
-        draft = fit_draft(draft, target, config.token_map, config.dynamic_rows, config.draft_confidence)
+        draft = fit_draft(draft, target, config.token_map, config.draft_confidence)
     if ranks is None:
         pack(target, draft, config.draft_quantization)
     else:

@@ -8,13 +8,15 @@ from pathlib import Path
 from toolkit.chat_rows import ROLES, read_message
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft, Lookup
-from toolkit.infer.drafters.lookup_corpus import LookupCorpus
+from toolkit.infer.drafters.lookup import SEPARATOR, SuffixAutomaton
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
+
+MOST_TOKENS = 262144  # of a corpus, its last ones: an automaton takes some 450 bytes a token
 
 
 def lookup_of(config: EngineConfig, target: Target, draft: Draft | None, *, adaptive: bool) -> Lookup | None:
@@ -40,10 +42,12 @@ def lookup_of(config: EngineConfig, target: Target, draft: Draft | None, *, adap
         return Lookup()
     texts = list(_texts(Path(config.lookup_corpus)))
     ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    if not any(ids):
+    tokens = [token for one in ids if one for token in (*one, SEPARATOR)]
+    if not tokens:
         raise ConfigError(f"`lookup_corpus` is {config.lookup_corpus}, which has no text of an answer; leave it out")
-    corpus = LookupCorpus(one for one in ids if one)
-    logger.info("lookup searches %d texts of %s, %d tokens", len(texts), config.lookup_corpus, len(corpus) - len(texts))
+    corpus = SuffixAutomaton()
+    corpus.extend(tokens[-MOST_TOKENS:])
+    logger.info("lookup searches %d of %d tokens of %s", len(corpus.tokens), len(tokens), config.lookup_corpus)
     return Lookup(corpus)
 
 

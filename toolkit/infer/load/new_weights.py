@@ -58,17 +58,14 @@ def open_draft(loaded: LoadedEngine, config: EngineConfig, name: str | Path) -> 
     draft = load_draft(name, loaded.target.name, loaded.target.revision)
     if config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
-    return fit_draft(draft, loaded.target, config.token_map, config.dynamic_rows, config.draft_confidence)
+    return fit_draft(draft, loaded.target, config.token_map, config.draft_confidence)
 
 
 def is_same_head(old: Draft | None, new: Draft) -> bool:
     """Whether the weights of `new` can be copied into the drafter of `old`."""
     if not isinstance(old, DraftCheckpoint) or not isinstance(new, DraftCheckpoint):
         return False
-    # Whether a head with an output matrix of its own gets dynamic rows depends on its weights.
-    chosen_once = new.dynamic_rows > 0 and new.head.config.own_vocabulary
-    same_map = torch.equal(old.token_map.ids, new.token_map.ids)
-    return old.head.config == new.head.config and same_map and not chosen_once
+    return old.head.config == new.head.config and torch.equal(old.token_map.ids, new.token_map.ids)
 
 
 def pack_draft(loaded: LoadedEngine, draft: Draft, config: EngineConfig) -> None:

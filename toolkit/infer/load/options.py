@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # the command line reads the options without torch
 T = TypeVar("T")
 LEAST = {
     "max_running_requests": 1,
-    "dynamic_rows": 0,
     "draft_confidence": 0,
     "context_length": 2,  # a prompt token and an answer token
     "chunked_prefill_size": 1,

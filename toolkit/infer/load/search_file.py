@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 SEARCH = "search.json"
 # Engine options that change times of rounds, or what is drafted.
-OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
+OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.lookup_choice import Lengths
+from toolkit.infer.drafters.lookup import Lengths
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.parallel.driver import Driver
