@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
+from harness import leave
 from roofline_engines import SETTLING, Mode, Sizes, open_mode
 from roofline_measure import again
 from roofline_targets import FORCED, Subject

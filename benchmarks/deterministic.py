@@ -33,7 +33,7 @@ import torch
 from deterministic_rivals import SCHEDULES as RIVALS
 from deterministic_rivals import TRANSFORMERS, VLLM, RivalRun
 from engine_process import EngineProcessError
-from results_folder import RESULTS
+from harness import RESULTS
 from rich.console import Console
 from rich.table import Table
 

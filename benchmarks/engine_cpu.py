@@ -31,7 +31,7 @@ import torch
 from engine_plans import REFERENCES, Plan, plans_for
 from engine_process import EngineProcess, EngineProcessError
 from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
-from results_folder import leave
+from harness import leave
 from rich.console import Console
 
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, find_divergence, plain_logits

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
+from harness import leave
 from rich.console import Console
 from roofline_measure import Bench, logger, measure, open_eagle
 from roofline_rows import (

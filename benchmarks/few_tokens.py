@@ -5,7 +5,7 @@
 
 A source is a run folder, or a rollouts file, whose token map is then built. `published` is training_published.py;
 `ours` is the recipe (by default the demo's) with the settings that follow as a.b=c. --variant "NAME a.b=c ..." adds
-one that changes a few of them; one of the names in training_tries.py changes the training itself as well.
+one that changes a few of them.
 
 The held-out rollouts of a source are cut in two halves. For every variant, source and number of tokens, learning rate
 and warm-up are chosen by the forecast on the validation half: all --rates (or, of Muon, as many --muon-rates) at the
@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 from few_tokens_table import NAME, PUBLISHED, best, show, show_records, summary, tries_of, warnings
-from results_folder import leave
+from harness import in_process_of_its_own, leave
 from training_cells import TRIED, Cell, cell_of, ended_by_signal, in_processes, key_of, prepare
-from training_jobs import CHAIN, ROLLOUTS, SPLITS, TEST, VALIDATION, Job, in_process_of_its_own
+from training_jobs import CHAIN, ROLLOUTS, SPLITS, TEST, VALIDATION, Job
 from training_jobs import DEFINITIONS as OF_TRAININGS
 from training_published import published_settings
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from harness import RESULTS
 from numpy.typing import NDArray
-from results_folder import RESULTS
 from rich.console import Console
 from rich.table import Table
 from training_jobs import CHAIN, TEST, VALIDATION

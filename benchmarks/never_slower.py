@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
+from harness import leave
 from rich.console import Console
 from rich.table import Table
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from results_folder import leave
+from harness import leave
 from rich import box
 from rich.console import Console
 from rich.table import Table

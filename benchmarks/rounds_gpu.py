@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
+from harness import leave
 from rich.console import Console
 from rich.table import Table
 from roofline_engines import HOWS, Mode, Ours, Sizes
@@ -216,7 +216,7 @@ def show(found: Sequence[dict[str, Any]], title: str) -> None:
             print(f"{of}: {kernels['count']:.0f} kernels a round, {1e3 * kernels['seconds']:.3f} ms")
             for name, one in kernels["by_name"].items():
                 print(f"  {1e6 * one['seconds']:9.1f} us {one['count']:7.1f} x  {name}")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)  # last: it is what first_gpu.sh shows
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def arguments() -> argparse.ArgumentParser:

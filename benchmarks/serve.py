@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_folder import leave
+from harness import leave
 from rich.console import Console
 from rich.table import Table
 from serve_clients import Reply, ask_all, times

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_loss import peak, restart_peak
-from results_folder import leave
+from harness import in_process_of_its_own, leave, peak, restart_peak
 from rich.console import Console
 from rich.table import Table
-from training_jobs import ROLLOUTS, about, alone, in_process_of_its_own, trainer_of
+from training_jobs import ROLLOUTS, about, alone, trainer_of
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record

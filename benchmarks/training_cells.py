@@ -14,7 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from training_jobs import ROLLOUTS, SPLITS, TOKEN_MAP, Job, benched, borrow_features, end_with_parent, rate_of, work
+from harness import end_with_parent
+from training_jobs import ROLLOUTS, SPLITS, TOKEN_MAP, Job, benched, borrow_features, rate_of, work
 
 from toolkit.bench.records import git_commit, hardware, machine_name
 from toolkit.data.feature_store import FeatureSpec, FeatureStore

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from results_folder import leave
+from harness import leave
 from roofline_targets import FORCED
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import build_target
 from toolkit.bench.records import read_record
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import SamplingParams
 
 WORDS = ["--limit", "4", "--max-tokens", "9", "--repeats", "1"]
 
@@ -81,68 +75,3 @@ def test_a_rival_that_answers_otherwise_in_a_batch(script, tiny_target, monkeypa
     monkeypatch.setattr(tool, "exported", lambda head, to, folder, *_: f"{head.kind} for {to}")
     replace(run, head=SimpleNamespace(kind="eagle3")).rows(["chain 4,1,5"], rows.append)
     assert asked[-1] == (4, {}, "eagle3 for vllm", "python")
-
-
-def test_the_operation_that_differs_is_named(script, tiny_draft):
-    """An activation that rounds by the number of rows is the source; what follows from it is none."""
-    tool, target = script("bit_sources"), build_target()
-    act, prompt = target.layers[1].mlp.act_fn, [random.Random(0).randrange(1, 200) for _ in range(20)]
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    alone, drafting = (
-        Engine(target, draft, shape, max_running_requests=1, deterministic=True)
-        for draft, shape in ((None, None), (tiny_draft, DraftShape.chain(4)))
-    )
-    _, first_trace = tool.traced(alone, [prompt], params)
-    own = act.forward
-    act.forward = lambda x: own(x) if x[..., 0].numel() != 5 else own(x) * (1 + 2**-20)
-    _, second_trace = tool.traced(drafting, [prompt], params)
-    (found,) = tool.sources(first_trace, second_trace).items()
-    assert found[0] == type(act).__name__ and found[1].first == "layers.1.mlp.act_fn, token 20"
-    assert 7 <= found[1].differs < found[1].results
-    # From where the answers part, another token's numbers are no sign of a source.
-    other_token = ("embed_tokens", "Embedding", b"another", b"another")
-    parted = {place: ops if place < 23 else [other_token, *ops[1:]] for place, ops in second_trace.items()}
-    assert [(kind, one.differs) for kind, one in tool.sources(first_trace, parted).items()] == [(found[0], 3)]
-
-
-def test_the_record_of_sources(script, tiny_target_directory, tmp_path, monkeypatch):
-    """With the option no operation may be named; a schedule without a source has a row that says so."""
-    tool, out = script("bit_sources"), tmp_path / "record.json"
-    eager = {name: options for name, options in tool.SCHEDULES.items() if "torch_compile" not in options}
-    monkeypatch.setattr(tool, "SCHEDULES", eager)
-    words = ["--target", str(tiny_target_directory), "--max-tokens", "4", "--out", str(out)]
-    assert tool.main([*words, "--variants", "bfloat16", "int8"]) == 0
-    rows = read_record(out, "bit_sources")["rows"]
-    with_option = [row for row in rows if row["deterministic"]]
-    assert [row["schedule"] for row in with_option] == 2 * ["parts of 16", "parts of 64", "beside 7"]
-    assert [row["quantization"] for row in with_option] == 3 * [None] + 3 * ["int8"]
-    assert all(row["operation"] is None and row["differs"] == 0 and row["tokens"] > 20 for row in with_option)
-    assert any(row["differs"] and 0 < row["share"] <= 1 for row in rows if not row["deterministic"])
-
-
-@pytest.mark.compile
-def test_a_compiled_layer_that_rounds_by_row_count_is_named(script, monkeypatch):
-    """Modules have no hooks there: what differs in a layer shows at the attention that gets it, in the layer behind."""
-    tool, target = script("bit_sources"), build_target()
-    prompt = [random.Random(0).randrange(1, 200) for _ in range(20)]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    alone, parts = (
-        Engine(target, max_running_requests=1, torch_compile=True, memory=MemorySettings(chunked_prefill_size=size))
-        for size in (64, 5)
-    )
-    _, first_trace = tool.traced(alone, [prompt], params)
-    assert [name for name, *_ in first_trace[3]] == [
-        "ids",
-        *(f"layers.{one}" for one in range(len(target.layers))),
-        "output",
-    ]
-    own = tool._Attending.attend
-
-    def off(self, at, q, k, v, scoring):
-        out = own(self, at, q, k, v, scoring)
-        return out * (1 + 2**-5) if at == 0 and q.shape[2] == 5 else out
-
-    monkeypatch.setattr(tool._Attending, "attend", off)
-    _, second_trace = tool.traced(parts, [prompt], params)
-    found = tool.sources(first_trace, second_trace)
-    assert found["before attention"].first == "layers.1, token 0"

@@ -199,42 +199,6 @@ def test_steps_of_every_variant(script, run_folder, monkeypatch, tmp_path, capsy
     assert "one row" in capsys.readouterr().out
 
 
-def test_tries_change_what_they_say(script, run_folder, tmp_path, alone) -> None:
-    """A try that trained like the product would look like one that gains nothing."""
-    jobs, tries = script("training_jobs"), script("training_tries")
-    recipe = load_recipe(run_folder / "recipe.yaml", ["train.optimizer.muon_learning_rate=0.1"])
-    seen, probabilities = {}, {}
-    for name in ("ours", "ema", "noise", "sharp_teacher", "feature_loss_2", "feature_loss_10"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        (tmp_path / name).mkdir()
-        trainer = jobs.trainer_of(name, recipe, recipe.train, run_folder, tmp_path / name)
-        assert type(trainer).__mro__[1] is tries.TRIES.get(name, jobs.Trainer)
-        trainer.steps = 3
-        seen[name] = []
-        for step in range(3):
-            loss = trainer.optimise(step, [step])["loss"]
-            weight = trainer.model.module.head.midlayer.mlp.up_proj.weight
-            seen[name].append((loss, weight.detach().clone()))
-        states = trainer.target.lm_head.weight[:5].detach()
-        probabilities[name] = trainer.side.teacher(states, None, None).probs(slice(None))
-    plain = [weight for _, weight in seen["ours"]]
-    average = plain[0]
-    for weight in plain:
-        average = average.lerp(weight, 1 - tries.DECAY)
-    torch.testing.assert_close(seen["ema"][-1][1], average)
-    assert not torch.allclose(average, plain[-1], atol=1e-4) and torch.equal(seen["ema"][1][1], plain[1])
-    assert abs(seen["noise"][0][0] - seen["ours"][0][0]) > 1e-5, "another loss of the same head"
-    light, heavy = (seen[f"feature_loss_{weight}"][0][0] - seen["ours"][0][0] for weight in (2, 10))
-    assert light > 1e-3 and heavy == pytest.approx(5 * light, rel=1e-3)
-    hidden = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 9.0)
-    noise = tries.with_noise(hidden, torch.Generator().manual_seed(0)) - hidden
-    share = noise.abs() / hidden.square().mean(0).sqrt()
-    assert 0.08 < share.max() <= 0.1 + 1e-6 and share.max(0).values.min() > 0.08, "of every channel's own size"
-    sharp, usual = probabilities["sharp_teacher"], probabilities["ours"]
-    torch.testing.assert_close(sharp, (usual.log() / tries.TEMPERATURE).softmax(-1))
-    assert (sharp.max(-1).values > usual.max(-1).values).all()
-
-
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 def test_a_killed_command_leaves_no_process_behind() -> None:
@@ -271,56 +235,6 @@ def test_a_row_longer_than_the_target_reads_is_refused(script, tiny_target, run_
         script("training").joined(data, 600, 2, tiny_target.max_context)
     texts = script("training").joined(data, 50, 2, tiny_target.max_context).train
     assert [len(text.input_ids) for text in texts] == [50, 50]
-
-
-@pytest.mark.process
-def test_on_and_off_policy_differ_in_the_answers_alone(
-    script, tiny_target_directory, monkeypatch, tmp_path, capsys, alone
-) -> None:
-    """The same prompts, held-out rows and token map; the file's answers word for word, and none taken for greedy."""
-    measured, training_jobs = script("on_policy"), script("training_jobs")
-    conversations, seen = tmp_path / "talks.jsonl", {}
-    with conversations.open("w") as handle:
-        for index in range(14):
-            asked = {"role": "user", "content": f"what is {index}"}
-            turns = [asked, {"role": "assistant", "content": f"it is {index} and one more thing to say"}]
-            handle.write(json.dumps({"id": f"t{index}", "messages": [*turns, asked, turns[1]]}) + "\n")
-
-    def here(job):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        rows = [json.loads(line) for line in (job.run / "rollouts/rollouts.jsonl").read_text().splitlines()]
-        seen[job.variant] = {row["id"]: row for row in rows}, (job.run / training_jobs.TOKEN_MAP).read_bytes()
-        assert list((job.run / "features").glob("shard-*")), "stored before, for all trainings on that text"
-        return training_jobs.work(job)
-
-    monkeypatch.setattr(measured, "in_own_process", here)
-    recipe = tmp_path / "recipe.yaml"
-    data = {"global_batch": 2, "micro_batch": 2}
-    train = {"precision": "fp32", "unroll": {"ttt_steps": 3}, "data": data}
-    rollouts = {"max_tokens": 40, "held_out": 0.3, "temperature": 0.0}
-    target = {"model": str(tiny_target_directory), "dtype": "float32"}
-    recipe.write_text(yaml.safe_dump({"name": "tiny", "target": target, "rollouts": rollouts, "train": train}))
-    out = tmp_path / "record.json"
-    sizes = ["--tokens", "60", "--seeds", "1", "--max-tokens", "8", "token_map.size=200"]
-    monkeypatch.setattr(
-        sys, "argv", ["on_policy.py", str(conversations), "--recipe", str(recipe), *sizes, "--out", str(out)]
-    )
-    assert measured.main() == 0
-    rows = read_record(out, "training")["rows"]
-    assert [row["variant"] for row in rows] == ["off-policy", "on-policy"] and rows[0]["tokens"] >= 60
-    assert all(1 <= row["accept_length"] <= 5 and row["verify_steps"] > 0 for row in rows)
-    (given, given_map), (own, own_map) = seen["off-policy"], seen["on-policy"]
-    assert given_map == own_map and list(given) == list(own)
-    trained = [name for name, row in own.items() if row["split"] == "train"]
-    assert 0 < len(trained) < len(own)
-    for name, row in given.items():
-        if name not in trained:
-            assert row == own[name]
-            continue
-        assert row["messages"][-1]["content"] == f"it is {name[1:]} and one more thing to say"
-        assert row["messages"][:-1] == own[name]["messages"][:-1] and len(row["messages"]) == 2
-        assert row["provenance"]["temperature"] > 0 and row["provenance"]["target"] != own[name]["provenance"]["target"]
-    assert "off-policy" in capsys.readouterr().out
 
 
 TRIED = ("learning_rate", "warmup_ratio")

@@ -1,6 +1,6 @@
 """Where the records of benchmarks lie, and how the record of a run gets there.
 
-    python benchmarks/results_folder.py runs/smollm2-135m/bench/acceptance.json acceptance-smollm2-135m
+    python benchmarks/harness.py runs/smollm2-135m/bench/acceptance.json acceptance-smollm2-135m
 
 copies a record to benchmarks/results/acceptance-smollm2-135m-<machine>.json, without its answers: only rows are cited.
 Beside the report of a complete run, the copy also gets the seconds of each stage and the bytes of the features.
@@ -9,13 +9,23 @@ Beside the report of a complete run, the copy also gets the seconds of each stag
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from toolkit.bench.records import machine_name, read_record, write_record
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+Result = TypeVar("Result")
 
 
 def leave(record: dict[str, Any], name: str, out: Path | None = None) -> None:
@@ -34,6 +44,42 @@ def cost_of(run: Path) -> dict[str, Any]:
         "stages": {stage["stage"]: stage["seconds"] for stage in stages},
         "features_bytes": sum(path.stat().st_size for path in run.glob("features/*")),
     }
+
+
+def restart_peak(device: torch.device) -> int:
+    """Bytes held now; the peak counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak(device)
+
+
+def peak(device: torch.device) -> int:
+    """Most bytes held since the start or `restart_peak`: on a CPU, the process's resident memory (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def end_with_parent() -> None:
+    """This process ends when the one that started it does, however that was: it would go on for minutes, unheard."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by another process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Result:
+    """What `call` returns, from a process whose memory ends with it."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
+        return process.submit(call, *arguments).result()
 
 
 BY_PROMPT = ("answers", "times")  # long lists, which only `toolkit bench compare` reads
