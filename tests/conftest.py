@@ -41,7 +41,6 @@ ABOUT = {
     "deepspeed": ["benchmarks/test_training.py", "train/test_loop.py", "train/test_nodes.py"],
     "fastapi": ["infer/server", "pipeline/test_rollouts_by_servers.py"],
     "gguf": [
-        "benchmarks/test_engine_cpu.py",
         "checkpoint/test_gguf_head.py",
         "checkpoint/test_stitch_gguf.py",
         "targets/test_gguf_glm.py",
