@@ -45,16 +45,13 @@ GROUPS: tuple[Group, ...] = (
     ("rounds", 1, {"greedy": ((1,) * 16, {})}),
     ("prefill", 20, {"1/4": ((0.25,), {}), "2": ((2,), {}), "16 mixed": (SPREAD, {}), "16": ((16,), {})}),
 )  # fmt: skip
-COLUMNS = ("case", "part", "batch", "shape", "seconds", "predicted", "ttft", "over", "tokens_per_s")
+COLUMNS = ("case", "part", "batch", "shape", "seconds", "ttft", "over", "tokens_per_s")
 SHAPES, LIMIT = (DraftShape.parse("3,1,4"), None), 30  # seconds of a row
-# Predictions, seconds: a round of one request; keys and values of a token at 3.1 TB/s; its 15e9 operations at 0.5e15/s.
-AIMS, KEYS, READ = {"plain": 5.7e-3, "chain 3": 6.5e-3}, 131072 / 3.1e12, 3e-5
 DEFINITIONS = {
     "seconds": "median of turns. rounds: of one, host included; prefill: from the requests to the last first token",
     "over": "seconds, over those of the engine's first case",
     "tokens": "of all prompts; tokens_per_s: written (rounds) or read (prefill)",
     "ttft": "seconds to the first token, of the mean request",
-    "predicted": "seconds, stated before: AIMS and KEYS, or 8 ms and READ; a mixed or drawn batch: 5 % more",
 }
 
 
@@ -125,14 +122,11 @@ class Cliffs:
         """Of one engine. A row that fails costs itself and the engine."""
         engine: Engine | None = None
         (part, _, cases), drafts, base = group, "plain" if shape is None else shape.name, None
-        aim, token = (AIMS[drafts], KEYS) if part == "rounds" else (8e-3, READ)
         for case, (lengths, every, *first) in cases.items():
             counts, left = [int(length * self.args.context) for length in lengths], ends - time.perf_counter()
             row: dict[str, Any] = {"part": part, "case": case, "batch": len(counts), "shape": drafts}
-            name, more = ", ".join(map(str, row.values())), 1.05 if every or first else 1
-            row |= {"tokens": sum(counts), "ttft": None, "accept_length": None, "predicted": None}
-            if self.args.target == "llama":
-                row["predicted"] = (aim + token * sum(counts)) * more
+            name = ", ".join(map(str, row.values()))
+            row |= {"tokens": sum(counts), "ttft": None, "accept_length": None}
             try:
                 assert left > 1, "no time left"
                 signal.setitimer(signal.ITIMER_REAL, min(LIMIT, left))

@@ -1,7 +1,7 @@
 """Answers under many schedules, with `deterministic` and without: how many have the bits of the request alone.
 
     python benchmarks/deterministic.py [--draft runs/NAME/ckpt] [--limit 200] [--max-tokens 48] [--variants auto int8]
-        [--tokens-only] [--resume]
+        [--tokens-only]
 
 Requests of mixed lengths, every second one sampled with a seed. First each runs alone, without reuse and drafts, in an
 engine with the option and in one without. Then come the schedules, in both: an answer is `equal` if its tokens and all
@@ -10,8 +10,7 @@ log-probabilities are those of the same request alone, to the bit; `tokens_unequ
 
 Each of --variants is loaded in turn: a dtype, or weights in int8; the rows of all are in one record.
 
-Writes benchmarks/results/deterministic-<hardware>.json, anew after each schedule. --resume keeps the rows that a
-record of the same settings has, and measures the others.
+Writes benchmarks/results/deterministic-<hardware>.json, anew after each schedule.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, parser_of, show
+from harness import leave, parser_of, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.prompts import builtin_prompts
-from toolkit.bench.records import command_line, hardware, machine_name, make_record, read_record, write_record
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import EngineConfig
@@ -162,40 +159,18 @@ def rows_of(
 
 
 class Results:
-    """The rows so far; each new one is printed and written at once.
+    """The rows so far; each new one is printed and written at once."""
 
-    Raises ValueError when --resume names a record of other settings.
-    """
-
-    def __init__(self, out: Path | None, settings: dict[str, Any], resume: bool, note: str | None) -> None:
-        self.note = note
-        self.out = out or RESULTS / f"deterministic-{machine_name(hardware())}.json"
-        self.rows: list[dict[str, Any]] = []
-        self.settings, self.described = settings, dict[str, Any]()
-        if resume and self.out.is_file():
-            earlier = read_record(self.out, "deterministic")
-            if earlier["settings"] != settings:
-                raise ValueError(
-                    f"--resume: {self.out} has the settings {earlier['settings']}, this run has {settings}; name the "
-                    "same options, or another --out"
-                )
-            self.rows, self.note = earlier["rows"], note or earlier.get("note")
-
-    def lacks(self, dtype: str, schedule: str) -> bool:
-        return all((row["dtype"], row["schedule"]) != (dtype, schedule) for row in self.rows)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rows, self.described = args, list[dict[str, Any]](), dict[str, Any]()
 
     def add(self, *rows: dict[str, Any]) -> None:
         self.rows += rows
         for row in rows:
             flag = "with" if row["deterministic"] else "without"
-            print(f"{row['engine']}, {row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of "
-                  f"{row['requests']}", flush=True)  # fmt: skip
-        self.write()
-
-    def write(self) -> None:
-        more = {"definitions": DEFINITIONS, "note": self.note, **self.described}
-        command = f"python benchmarks/{command_line()}"
-        write_record(self.out, make_record("deterministic", command, self.settings, self.rows, **more))
+            print(f"{row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of {row['requests']}", flush=True)
+        more = {"definitions": DEFINITIONS, **self.described}
+        leave(self.args, "deterministic", "deterministic", settings_of(self.args), self.rows, **more)
 
 
 def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
@@ -213,7 +188,6 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
         results.described.setdefault("draft", describe_draft(sides[True].draft))
     dtype = str(loaded.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights")
     names = [name for name in args.schedules if SCHEDULES[name][1] != HEAD or sides[True].draft is not None]
-    names = [name for name in names if results.lacks(dtype, name)]
     alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()} if names else {}
     for name in names:
         results.add(*rows_of(name, sides, asked, alone, args.repeats, dtype))
@@ -233,20 +207,15 @@ def arguments() -> argparse.ArgumentParser:
         help="ask for no log-probabilities: `equal` then compares tokens alone, and a GPU runs rounds as CUDA graphs",
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the record has")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(words)
-    settings = {
-        name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats", "tokens_only")
-    }
-    results = Results(args.out, settings, args.resume, args.note)
+    results = Results(args)
     for variant in args.variants:
         measure(variant, args, results)
-    results.write()
-    show(results.rows, COLUMNS, f"written: {results.out}")
+    show(results.rows, COLUMNS, "answers with the bits of the request alone")
     return 0
 
 

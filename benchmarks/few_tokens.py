@@ -25,12 +25,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
@@ -257,20 +255,6 @@ def _row(receiver: Connection) -> dict[str, Any] | None:
         receiver.close()
 
 
-@contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends the program as Ctrl-C does: by an exception, behind which `finally` blocks still run."""
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def best(tries: Sequence[Row]) -> Row | None:
     """The row of the highest forecast on the validation half; None where every training diverged."""
     known = [row for row in tries if row["split"] == VALIDATION and row["diverged"] is None]
@@ -472,7 +456,7 @@ def train_missing(args: argparse.Namespace, plan: Plan) -> int:
     for tokens in sorted(args.tokens):
         while cells := plan.missing(tokens, plan.known(rows_of(args))):
             before, failed = ended, 0
-            with ended_by_signal(), RowAppender(args.rows) as kept:
+            with RowAppender(args.rows) as kept:
                 for cell, row in in_processes(until(cells, began, args.minutes), args.jobs):
                     *key, _ = cell.key
                     ended += 1

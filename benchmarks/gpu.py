@@ -5,7 +5,6 @@ Targets:
                    initialised from the target and not trained. Real prompts, real acceptance.
     llama-3.1-8b   the shape of Llama-3.1-8B, random weights made on the device, and a random EAGLE-3 head over 32000
                    ids. Random prompts, and a FORCED accept_length: only its times mean anything.
-    smollm2-135m   the same of SmolLM2-135M's shape
 With `smoke`, or as `tiny`, they are tiny random models.
 
 Parts of a round:
@@ -64,7 +63,7 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
 
-DRAFT_VOCABULARY, SMALL_DRAFT_VOCABULARY = 32000, 8192
+DRAFT_VOCABULARY = 32000
 LLAMA: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -72,10 +71,6 @@ LLAMA: dict[str, Any] = {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -131,13 +126,6 @@ def shaped_subject(device: torch.device, context: int, forced: ForcedAcceptance)
     config = LlamaConfig(**LLAMA, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
     target = _random_target("llama-3.1-8b-shaped, random weights", config, torch.bfloat16, device)
     return _forced_subject(target, DRAFT_VOCABULARY, context, forced)
-
-
-def small_subject(device: torch.device, context: int, forced: ForcedAcceptance) -> Subject:
-    """SmolLM2-135M's shape in bfloat16."""
-    config = LlamaConfig(**SMALL, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1)
-    target = _random_target("smollm2-135m-shaped, random weights", config, torch.bfloat16, device)
-    return _forced_subject(target, SMALL_DRAFT_VOCABULARY, context, forced)
 
 
 def tiny_subject(device: torch.device, context: int, forced: ForcedAcceptance) -> Subject:
@@ -203,7 +191,7 @@ def _random(target: Target, context: int) -> list[list[int]]:
 
 
 # Targets of random weights, by the names that scripts take.
-FORCED = {"llama": shaped_subject, "small": small_subject, "tiny": tiny_subject}
+FORCED = {"llama": shaped_subject, "tiny": tiny_subject}
 
 
 # -- one engine --------------------------------------------------------------------------------------------------------

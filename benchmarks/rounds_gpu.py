@@ -1,12 +1,11 @@
-"""Rounds of the engine on a GPU, eager and recorded, with and without overlap: milliseconds, compilations, kernels.
+"""Rounds of the engine on a GPU, eager and recorded, with and without overlap: milliseconds, kernels.
 
     python benchmarks/rounds_gpu.py --target llama --batch 1 [--kernels] [--device cpu --target tiny]
 
-Three targets of random weights (gpu.py), whose drafts are accepted by chance to a forced accept_length:
-`llama` has the shape of Llama-3.1-8B, `small` that of SmolLM2-135M, where the host's work shows most, `tiny` is there
-to see that the script runs. engine_gpu.py measures a round part by part; this one says what a first request waits for
-(Triton's compilations and recordings), what overlap is worth and, with --kernels, how many kernels a round launches and
-which take the time. Writes benchmarks/results/rounds-<target>-<hardware>.json.
+Targets of random weights (gpu.py), whose drafts are accepted by chance to a forced accept_length: `llama` has the shape
+of Llama-3.1-8B, `tiny` is there to see that the script runs. engine_gpu.py measures a round part by part; this one says
+what a first request waits for, what overlap is worth and, with --kernels, how many kernels a round launches and which
+take the time. Writes benchmarks/results/rounds-<target>-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +39,6 @@ DEFINITIONS = {
     "launched after",
     "round_seconds": "of one round, host included; median over turns",
     "first_turn_seconds": "of the first turn: compilations, recordings and the reading of the prompts included",
-    "compiled": "Triton kernels compiled so far in this row, and their seconds",
     "kernels": "kernels and copies of one round on the device; seconds: of all of them; by_name: the longest",
     "peak_memory_bytes": "largest allocation of the process so far",
 }
@@ -65,31 +62,6 @@ def set_variant(variant: str, subject: Subject) -> None:
         to_float8(subject.draft.head)
 
 
-class Compilations:
-    """Kernels that Triton compiles while it is listened to, and seconds."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-
-    def __call__(self, *, times: Any, cache_hit: bool, **_more: Any) -> None:
-        if not cache_hit:
-            self.count += 1
-            self.seconds += times.total / 1e6
-
-    @contextmanager
-    def listened_to(self) -> Iterator[None]:
-        try:
-            from triton import knobs
-        except ImportError:  # plain torch in the place of kernels: nothing is compiled
-            yield
-            return
-        knobs.compilation.listener = self
-        try:
-            yield
-        finally:
-            knobs.compilation.listener = None
-
-
 def measure(
     subject: Subject,
     variant: str,
@@ -97,12 +69,11 @@ def measure(
     batch: int,
     args: argparse.Namespace,
     clock: Clock,
-    compiled: Compilations,
 ) -> dict[str, Any]:
     """One row."""
     set_variant(variant, subject)
     sizes = Sizes(batch, max(map(len, subject.prompts)), args.rounds)
-    before, began = (compiled.count, compiled.seconds), time.perf_counter()
+    began = time.perf_counter()
     engine = Ours(subject, mode, sizes, clock, None if clock.on_device else again)
     try:
         engine.turn(subject.group(batch, 0))
@@ -121,7 +92,6 @@ def measure(
             "accept_length": None if mode.shape is None else length,
             "forced": None if mode.shape is None else subject.forced_length,
             "first_turn_seconds": first,
-            "compiled": {"count": compiled.count - before[0], "seconds": compiled.seconds - before[1]},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if clock.on_device else None,
             "kernels": kernels_of(engine, subject, batch, args.rounds, clock) if args.kernels else None,
         }
@@ -158,23 +128,22 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A mode that fails costs its own row."""
     shapes = [None, *(DraftShape.parse(text) for text in args.shapes)]
-    compiled, ends = Compilations(), time.perf_counter() + args.budget
-    with compiled.listened_to():
-        for batch, variant in itertools.product(args.batch, args.variants):
-            for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
-                name = f"{variant} {mode.name}, batch {batch}"
-                if mode.shape is None and variant == "fp8":  # of a head alone
-                    continue
-                if time.perf_counter() > ends:
-                    left_out[name] = f"no time left of {args.budget:g} seconds"
-                    continue
-                try:
-                    yield measure(subject, variant, mode, batch, args, clock, compiled)
-                except Exception as error:  # process edge: the record says why there is no row
-                    left_out[name] = f"{type(error).__name__}: {error}"[:500]
-                    print(f"no row of {name}: {error}", file=sys.stderr)
-                if clock.on_device:
-                    torch.cuda.empty_cache()
+    ends = time.perf_counter() + args.budget
+    for batch, variant in itertools.product(args.batch, args.variants):
+        for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
+            name = f"{variant} {mode.name}, batch {batch}"
+            if mode.shape is None and variant == "fp8":  # of a head alone
+                continue
+            if time.perf_counter() > ends:
+                left_out[name] = f"no time left of {args.budget:g} seconds"
+                continue
+            try:
+                yield measure(subject, variant, mode, batch, args, clock)
+            except Exception as error:  # process edge: the record says why there is no row
+                left_out[name] = f"{type(error).__name__}: {error}"[:500]
+                print(f"no row of {name}: {error}", file=sys.stderr)
+            if clock.on_device:
+                torch.cuda.empty_cache()
 
 
 def print_kernels(found: Sequence[Row]) -> None:
