@@ -22,17 +22,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
-from roofline_engines import SETTLING, Mode, Sizes, open_mode
-from roofline_measure import again
-from roofline_targets import FORCED, Subject
-from round_parts import Clock
+from gpu import FORCED, SETTLING, Clock, Mode, Sizes, Subject, again, device_of, open_mode
+from harness import leave, parser_of, settings_of, show
 
-from toolkit.bench.records import make_record
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -50,15 +45,13 @@ GROUPS: tuple[Group, ...] = (
     ("rounds", 1, {"greedy": ((1,) * 16, {})}),
     ("prefill", 20, {"1/4": ((0.25,), {}), "2": ((2,), {}), "16 mixed": (SPREAD, {}), "16": ((16,), {})}),
 )  # fmt: skip
+COLUMNS = ("case", "part", "batch", "shape", "seconds", "ttft", "over", "tokens_per_s")
 SHAPES, LIMIT = (DraftShape.parse("3,1,4"), None), 30  # seconds of a row
-# Predictions, seconds: a round of one request; keys and values of a token at 3.1 TB/s; its 15e9 operations at 0.5e15/s.
-AIMS, KEYS, READ = {"plain": 5.7e-3, "chain 3": 6.5e-3}, 131072 / 3.1e12, 3e-5
 DEFINITIONS = {
     "seconds": "median of turns. rounds: of one, host included; prefill: from the requests to the last first token",
     "over": "seconds, over those of the engine's first case",
     "tokens": "of all prompts; tokens_per_s: written (rounds) or read (prefill)",
     "ttft": "seconds to the first token, of the mean request",
-    "predicted": "seconds, stated before: AIMS and KEYS, or 8 ms and READ; a mixed or drawn batch: 5 % more",
 }
 
 
@@ -129,14 +122,11 @@ class Cliffs:
         """Of one engine. A row that fails costs itself and the engine."""
         engine: Engine | None = None
         (part, _, cases), drafts, base = group, "plain" if shape is None else shape.name, None
-        aim, token = (AIMS[drafts], KEYS) if part == "rounds" else (8e-3, READ)
         for case, (lengths, every, *first) in cases.items():
             counts, left = [int(length * self.args.context) for length in lengths], ends - time.perf_counter()
             row: dict[str, Any] = {"part": part, "case": case, "batch": len(counts), "shape": drafts}
-            name, more = ", ".join(map(str, row.values())), 1.05 if every or first else 1
-            row |= {"tokens": sum(counts), "ttft": None, "accept_length": None, "predicted": None}
-            if self.args.target == "llama":
-                row["predicted"] = (aim + token * sum(counts)) * more
+            name = ", ".join(map(str, row.values()))
+            row |= {"tokens": sum(counts), "ttft": None, "accept_length": None}
             try:
                 assert left > 1, "no time left"
                 signal.setitimer(signal.ITIMER_REAL, min(LIMIT, left))
@@ -159,7 +149,7 @@ class Cliffs:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", choices=tuple(FORCED), default="llama")
     parser.add_argument("--parts", nargs="+", choices=("rounds", "prefill"), default=["rounds", "prefill"])
     parser.add_argument("--budget", type=float, nargs="+", default=[110, 40], help="seconds of each part")
@@ -167,32 +157,24 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=16, help="of a turn (default: 16)")
     parser.add_argument("--turns", type=int, default=3, help="of which the median counts (default: 3)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    device, forced = torch.device(args.device), ForcedAcceptance.parse("2.5")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("cliffs_gpu.py: PyTorch sees no CUDA device here", file=sys.stderr)
+    device, forced = device_of(args, "cliffs_gpu.py"), ForcedAcceptance.parse("2.5")
+    if device is None:
         return 2
     signal.signal(signal.SIGALRM, late)
-    torch.manual_seed(0)
     cliffs, found = Cliffs(args, FORCED[args.target](device, args.context, forced), Clock(device)), list[Any]()
     for part, budget in zip(args.parts, args.budget, strict=True):
         ends = time.perf_counter() + budget
         for group in (one for one in GROUPS if one[0] == part):
             for shape in SHAPES:
                 found += cliffs.rows(group, shape, ends)
-    print(f"{cliffs.subject.name}; ms, predicted ms, ms to the first token, times the engine's first case, tokens/s")
-    for row in found:
-        times = "".join(f"{1e3 * (row[key] or 0):10.2f}" for key in ("seconds", "predicted", "ttft"))
-        name = f"{row['part']:8} {row['case']:28} {row['batch']:3} {row['shape']:8}"
-        print(f"{name}{times}{row['over']:8.2f}{row['tokens_per_s']:10.1f}")
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    show(found, COLUMNS, cliffs.subject.name, cliffs.left_out)
     more = {"left_out": cliffs.left_out, "definitions": DEFINITIONS}
-    leave(make_record("cliffs", ["python", *sys.argv], settings, found, **more), f"cliffs-{args.target}", args.out)
+    leave(args, "cliffs", f"cliffs-{args.target}", settings_of(args), found, **more)
     return 0 if found else 1
 
 

@@ -1,19 +1,16 @@
 """Answers under many schedules, with `deterministic` and without: how many have the bits of the request alone.
 
     python benchmarks/deterministic.py [--draft runs/NAME/ckpt] [--limit 200] [--max-tokens 48] [--variants auto int8]
-        [--engines toolkit transformers vllm] [--vllm-python PATH] [--tokens-only] [--resume]
+        [--tokens-only]
 
 Requests of mixed lengths, every second one sampled with a seed. First each runs alone, without reuse and drafts, in an
 engine with the option and in one without. Then come the schedules, in both: an answer is `equal` if its tokens and all
 log-probabilities are those of the same request alone, to the bit; `tokens_unequal` counts those whose tokens differ.
 `cost` is the time with the option over the time without, the two in turns, in the median of --repeats.
 
-Each of --variants is loaded in turn: a dtype, or weights in int8; the rows of all are in one record. Other
-engines (deterministic_rivals.py) answer the same prompts under those of the schedules that they have: greedily, all of
-them, and their tokens alone are compared.
+Each of --variants is loaded in turn: a dtype, or weights in int8; the rows of all are in one record.
 
-Writes benchmarks/results/deterministic-<hardware>.json, anew after each schedule. --resume keeps the rows that a
-record of the same settings has, and measures the others.
+Writes benchmarks/results/deterministic-<hardware>.json, anew after each schedule.
 """
 
 from __future__ import annotations
@@ -26,22 +23,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from deterministic_rivals import SCHEDULES as RIVALS
-from deterministic_rivals import TRANSFORMERS, VLLM, RivalRun
-from engine_process import EngineProcessError
-from results_folder import RESULTS
-from rich.console import Console
-from rich.table import Table
+from harness import leave, parser_of, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.prompts import builtin_prompts
-from toolkit.bench.records import command_line, hardware, machine_name, make_record, read_record, write_record
-from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import EngineConfig
@@ -73,10 +61,10 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
 TOOLKIT = "toolkit"
 WEIGHTS = ("int8",)
 VARIANTS = ("auto", "float32", "bfloat16", *WEIGHTS)
-KEYS = ("engine", "dtype", "schedule", "deterministic")  # of a row
+COLUMNS = ("dtype", "schedule", "deterministic", "requests", "equal", "unequal", "tokens_unequal", "seconds", "cost")
 DEFINITIONS = {
-    "equal": "answers whose tokens and log-probabilities are those of the request alone, to the bit; of an engine "
-    "other than toolkit, and with --tokens-only, whose tokens are",
+    "equal": "answers whose tokens and log-probabilities are those of the request alone, to the bit; "
+    "with --tokens-only, whose tokens are",
     "tokens_unequal": "answers whose tokens are not those of the request alone",
     "cost": "seconds with the option over seconds without, in turns; null: there is no pair",
 }
@@ -171,48 +159,18 @@ def rows_of(
 
 
 class Results:
-    """The rows so far; each new one is printed and written at once.
+    """The rows so far; each new one is printed and written at once."""
 
-    Raises ValueError when --resume names a record of other settings.
-    """
-
-    def __init__(self, out: Path | None, settings: dict[str, Any], resume: bool, note: str | None) -> None:
-        self.note = note
-        self.out = out or RESULTS / f"deterministic-{machine_name(hardware())}.json"
-        self.rows: list[dict[str, Any]] = []
-        self.settings, self.described = settings, dict[str, Any]()
-        if resume and self.out.is_file():
-            earlier = read_record(self.out, "deterministic")
-            if earlier["settings"] != settings:
-                raise ValueError(
-                    f"--resume: {self.out} has the settings {earlier['settings']}, this run has {settings}; name the "
-                    "same options, or another --out"
-                )
-            self.rows, self.note = earlier["rows"], note or earlier.get("note")
-
-    def lacks(self, engine: str, dtype: str, schedule: str) -> bool:
-        return all((row["engine"], row["dtype"], row["schedule"]) != (engine, dtype, schedule) for row in self.rows)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rows, self.described = args, list[dict[str, Any]](), dict[str, Any]()
 
     def add(self, *rows: dict[str, Any]) -> None:
         self.rows += rows
         for row in rows:
             flag = "with" if row["deterministic"] else "without"
-            print(f"{row['engine']}, {row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of "
-                  f"{row['requests']}", flush=True)  # fmt: skip
-        self.write()
-
-    def write(self) -> None:
-        more = {"definitions": DEFINITIONS, "note": self.note, **self.described}
-        command = f"python benchmarks/{command_line()}"
-        write_record(self.out, make_record("deterministic", command, self.settings, self.rows, **more))
-
-    def show(self) -> None:
-        columns = (*KEYS, "requests", "equal", "unequal", "tokens_unequal", "seconds", "cost")
-        table = Table(*columns)
-        for row in self.rows:
-            table.add_row(*(f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in columns))
-        Console().print(table)
-        print(f"written: {self.out}")
+            print(f"{row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of {row['requests']}", flush=True)
+        more = {"definitions": DEFINITIONS, **self.described}
+        leave(self.args, "deterministic", "deterministic", settings_of(self.args), self.rows, **more)
 
 
 def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
@@ -230,28 +188,16 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
         results.described.setdefault("draft", describe_draft(sides[True].draft))
     dtype = str(loaded.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights")
     names = [name for name in args.schedules if SCHEDULES[name][1] != HEAD or sides[True].draft is not None]
-    names = [name for name in names if TOOLKIT in args.engines and results.lacks(TOOLKIT, dtype, name)]
     alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()} if names else {}
     for name in names:
         results.add(*rows_of(name, sides, asked, alone, args.repeats, dtype))
-    for engine in [one for one in args.engines if one != TOOLKIT and quantization == "none"]:
-        names = [name for name in args.schedules if name in RIVALS[engine] and results.lacks(engine, dtype, name)]
-        lengths = [one.max_tokens for one in asked.params]
-        head = None if args.draft is None else load_draft(args.draft)  # the one above is packed: it cannot be exported
-        run = RivalRun(engine, loaded, asked.prompts, lengths, torch.get_num_threads(), args.vllm_python, head=head)
-        try:
-            run.rows(names, results.add)
-        except EngineProcessError as error:
-            print(f"{engine}, {dtype}: not measured: {error}", file=sys.stderr)
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", help="(default: the one that --draft names)")
     parser.add_argument("--draft", help="without: plain decoding and n-gram lookup")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["auto"], metavar="NAME")
-    parser.add_argument("--engines", nargs="+", choices=(TOOLKIT, TRANSFORMERS, VLLM), default=[TOOLKIT])
-    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--limit", type=int, default=200, help="requests (default: 200; 24 take some minutes)")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
@@ -261,25 +207,15 @@ def arguments() -> argparse.ArgumentParser:
         help="ask for no log-probabilities: `equal` then compares tokens alone, and a GPU runs rounds as CUDA graphs",
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
-    parser.add_argument("--note", help="what else the machine did, for the record")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the record has")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = arguments()
-    args = parser.parse_args(words)
-    if VLLM in args.engines and args.vllm_python is None:
-        parser.error("--engines vllm needs --vllm-python PATH, an interpreter that has vLLM's CPU build")
-    settings = {
-        name: getattr(args, name) for name in ("target", "draft", "limit", "max_tokens", "repeats", "tokens_only")
-    }
-    results = Results(args.out, settings, args.resume, args.note)
+    args = arguments().parse_args(words)
+    results = Results(args)
     for variant in args.variants:
         measure(variant, args, results)
-    results.write()
-    results.show()
+    show(results.rows, COLUMNS, "answers with the bits of the request alone")
     return 0
 
 

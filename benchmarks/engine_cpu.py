@@ -1,58 +1,348 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
     python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 \
-        [--vllm-python PATH] [--gguf FILE [--llama-server FILE | --llama-python PATH]] [--eagle-python PATH]
+        [--vllm-python PATH] [--gguf FILE --llama-server FILE]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns
-group of prompts by group, the first one rotating, so that whatever the machine does meets all of them alike:
+group of prompts by group, the first one rotating, so that whatever the machine does meets all of them alike.
 
-    group 0   plain   chain   hf         group 1   chain   hf   plain         group 2   hf   plain   chain
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target quantised (--quantization):
+    plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram   null
+Hugging Face's, with  -compiled  a static cache and torch.compile,  -fp32  where this CPU multiplies float32 faster,
+    -torchao-int8  by `pip install torchao`
+vLLM's and llama.cpp's: engine_worker.py says what to install.
 
-Their tokens are compared with our plain decoding's, of the same weights. What has no row is named with the reason;
-engine_rivals.py says what --vllm-python and the like have to import (for llama.cpp: `pip install xllamacpp`), and
-`pip install torchao` adds rows of Hugging Face's int8. ours-null drafts nothing and has to come out at 1.00.
-Writes benchmarks/results/engine-<hardware>.json.
+Their tokens are compared with our plain decoding's, of the same weights. What has no row is named with the reason.
+ours-null drafts nothing and has to come out at 1.00. Writes benchmarks/results/engine-<hardware>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from engine_plans import REFERENCES, Plan, plans_for
-from engine_process import EngineProcess, EngineProcessError
-from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
-from results_folder import leave
-from rich.console import Console
+from harness import (
+    EngineProcess,
+    ProgramError,
+    exported,
+    first_cores,
+    leave,
+    parser_of,
+    set_threads,
+    settings_of,
+    show,
+    target_of,
+    vllm_environment,
+)
 
+from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, find_divergence, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
-from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
-from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.errors import exit_status
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
+from toolkit.checkpoint.gguf_head import MODEL_FILE
+from toolkit.errors import exit_status, is_for_users, optional_package
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
-from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import Progress, get_logger
+from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import load_tokenizer
+from toolkit.targets.load import load_config, load_tokenizer, stated_dtype
 from toolkit.targets.target import Target
-from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
 
+REFERENCE, NULL = "ours-plain", "ours-null"
 WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
+# llama.cpp ends a draft before a token of a smaller probability; the fastest of 0, 0.3, 0.5, 0.6 with the demo's head.
+SURE = 0.6
+TYPES = ("BF16", "Q8_0", "Q4_0")
+BOTH_ENDS = ("token_embd.weight", "output.weight")  # of at least 8 bits, as by llama-quantize
+COLUMNS = ("engine", "shape", "batch", "weight_bits", "tokens_per_s", "speedup", "interval", "decode_speedup",
+           "accept_length", "host_share", "identical", "near_ties", "unequal")  # fmt: skip
+# Plain row -> quantisation of its target.
+REFERENCES: dict[str, str | None] = {
+    f"{REFERENCE}{weights}{compiled}": quantization
+    for weights, quantization in (("", None), *((f"-{name}", name) for name in QUANTIZATIONS))
+    for compiled in ("", "-compiled")
+}
+
+
+DEFINITIONS = {
+    "settings": "what the engine runs with: threads, dtype, compiled or eager, and what else it was told",
+    "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
+    "context": "tokens of the longest prompt and its answer",
+    "tokens": "tokens written in `seconds`, over all repeats; the same number for every engine of a batch size",
+    "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",
+    "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts, "
+    f"null below {LEAST_GROUPS} groups; widened by `widened_by`",
+    "widened_by": f"{NULL} is plain decoding beside a drafter that no request uses, so its speedup is 1. Where its own "
+    "interval lies beside 1, all intervals of its batch are widened on both sides by that factor; null without such an "
+    "interval",
+    "accept_length": "tokens committed per verify step, bonus included; vllm and llama.cpp count truncated steps too",
+    "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
+    "engines that do not tell prefill apart",
+    "decode_speedup_per_accept_length": "the share of what was accepted that became speed",
+    "parts": "draft, verify, commit: the rounds' own; prefill: what steps that read a prompt took beside their round; "
+    "host: the rest of `seconds`",
+    "host_share": "(commit + host) / (seconds - prefill); Python work inside draft and verify is not in it",
+    "peak_memory_bytes": "largest resident size of the engine's process up to the end of this batch size",
+    "tokens_equal": "all answers equal those of `equals`, our plain row of the same weights, or first part from them "
+    "at a near-tie; null: no such row",
+}
+Judge = Callable[[str, int, Sequence[int], Sequence[int]], Divergence | None]
+"""(which plain row, number of the prompt, its answer, another one) -> where they part."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine to start. settings: the worker's, beside those that all share.
+
+    equals: the row of REFERENCES with the same weights, whose tokens it has to write; None: weights of its own. over:
+    our plain row of the same settings. environment: more variables of its process.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    shape: str | None = None
+    python: str | None = None
+    equals: str | None = REFERENCE
+    over: str = REFERENCE
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Plans:
+    """Plans so far, and why others are none of them."""
+
+    plans: list[Plan]
+    absent: dict[str, str]
+
+    def add(self, name: str, settings: Mapping[str, Any], **more: Any) -> None:
+        self.plans.append(Plan(name, settings, **more))
+
+    def prepared(self, name: str, prepare: Callable[[], dict[str, Any]], **more: Any) -> None:
+        """With settings that need files written first."""
+        try:
+            self.add(name, prepare(), **more)
+        except Exception as error:
+            if not is_for_users(error):
+                raise
+            self.absent[name] = str(error)
+
+
+def plans_for(
+    args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> tuple[list[Plan], dict[str, str]]:
+    """The engines of these arguments, and why others have no row. Files that they read are written into `folder`.
+
+    Raises BenchError for a name in --only that is no row of these arguments.
+    """
+    found = _Plans([], {})
+    _add_ours(found, args, head)
+    _add_hugging_face(found, args, shared)
+    _add_vllm(found, args, head, shared, folder)
+    _add_llama_cpp(found, args, head, shared, folder)
+    if args.only:
+        found.absent["all others"] = f"--only {' '.join(args.only)}"
+    return _only(found.plans, args.only), found.absent
+
+
+def _add_ours(found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None) -> None:
+    chain, tree, lookup = DraftShape.chain(args.chain), DraftShape.parse(args.tree), DraftShape.chain(args.lookup)
+    kinds: list[tuple[str, str | None]] = [("chain", chain.as_text()), ("tree", tree.as_text()), ("adaptive", None)]
+    if head is None:
+        found.absent["ours with a head"] = "no --draft was given"
+    for what, option, given in (
+        ("-compiled", "--torch-compile", args.torch_compile),
+        *((f"-{name}", f"--quantization {name}", name in args.quantization) for name in QUANTIZATIONS),
+    ):
+        if not given:
+            found.absent[f"{REFERENCE}{what} and others {what}"] = f"no {option} was given"
+    for quantization in (None, *args.quantization):
+        for compiled in sorted({False, args.torch_compile}):
+            weights = "" if quantization is None else f"-{quantization}"
+            suffix = weights + ("-compiled" if compiled else "")
+            settings = {"engine": "ours", "quantization": quantization, "torch_compile": compiled}
+            over = REFERENCE + suffix
+            found.add(over, settings, equals=REFERENCE + weights, over=over)
+            for kind, shape in kinds if head is not None else ():
+                drafting = {**settings, "draft": str(args.draft), "shape": shape}
+                found.add(f"ours-{head.kind}-{kind}{suffix}", drafting, shape=shape, equals=over, over=over)
+            if not suffix:
+                null = {"null": True, "draft": "ngram" if head is None else str(args.draft), "shape": chain.as_text()}
+                found.add(NULL, {**settings, **null})
+                drafting = {**settings, "draft": "ngram", "shape": lookup.as_text()}
+                found.add("ours-ngram", drafting, shape=lookup.as_text())
+
+
+def _add_hugging_face(found: _Plans, args: argparse.Namespace, shared: Mapping[str, Any]) -> None:
+    """Eager and compiled; in float32 and with torchao's weights, which have tokens of their own, where there are such.
+
+    float32 has the same weights: its tokens part from ours at near-ties only.
+    """
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("", {}, {})]
+    why_not = _why_no_float32(args.dtype, shared)
+    faster = {"dtype": "float32"} if why_not is None else {}
+    if faster:
+        kinds.append(("-fp32", faster, {}))
+    else:
+        found.absent["hf-generate-fp32"] = why_not
+    if find_spec("torchao") is not None:
+        kinds.append(("-torchao-int8", {"torchao": True, **faster}, {"equals": None}))
+    else:
+        found.absent["hf-generate-torchao-int8"] = "torchao is not installed: pip install torchao"
+    for suffix, settings, more in kinds:
+        for compiled in sorted({False, args.torch_compile}):
+            name = f"hf-generate{suffix}{'-compiled' if compiled else ''}"
+            found.add(name, {"engine": "hugging-face", "torch_compile": compiled, **settings}, **more)
+        if "torchao" not in settings:
+            found.add(f"hf-prompt-lookup{suffix}", {"engine": "hugging-face", "lookup": args.lookup, **settings})
+    for name in args.quantization:
+        same = {"equals": f"{REFERENCE}-{name}"}
+        found.add(f"hf-generate-{name}", {"engine": "hugging-face", "quantization": name}, **same)
+
+
+def _why_no_float32(dtype: str, shared: Mapping[str, Any]) -> str | None:
+    """None: this CPU multiplies float32 faster than the target's bfloat16."""
+    if dtype == "auto":
+        config, _, _ = load_config(shared["target"], shared["revision"])
+        dtype = str(stated_dtype(config)).removeprefix("torch.")
+    if dtype == "float32":
+        return "all rows are in float32"
+    return None if fastest_cpu_dtype().itemsize == 4 else "this CPU multiplies bfloat16 at least as fast as float32"
+
+
+def _add_vllm(
+    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> None:
+    names = ("vllm-cpu", "vllm-cpu-ngram", "vllm-cpu-eagle3")
+    chain, lookup = DraftShape.chain(args.chain), DraftShape.chain(args.lookup)
+    if args.vllm_python is None:
+        found.absent |= dict.fromkeys(names, "no --vllm-python was given")
+        return
+    own: dict[str, Any] = {"python": args.vllm_python}
+    own["environment"] = vllm_environment(args.vllm_python, first_cores(shared["threads"]))
+    found.add(names[0], {"engine": "vllm"}, **own)
+    sizes = NgramLookup()  # the lengths of our own lookup: vLLM's defaults are 5 and 5
+    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": [sizes.min_n, sizes.max_n]}
+    found.add(names[1], ngram, shape=lookup.as_text(), **own)
+    if head is None or head.kind != "eagle3":
+        found.absent[names[2]] = _no_head(head, "eagle3")
+        return
+
+    def prepare() -> dict[str, Any]:
+        draft = exported(head, "vllm", folder / "vllm-head", shared["target"], shared["revision"], chain)
+        return {"engine": "vllm", "draft": draft, "num_steps": args.chain}
+
+    found.prepared(names[2], prepare, shape=chain.as_text(), **own)
+
+
+def _add_llama_cpp(
+    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> None:
+    """Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
+
+    -ngram  its own lookup, of one length (its default, 12, finds nothing in short texts)
+    -sure   drafts end where the head is in doubt
+    """
+    if args.gguf is None or args.llama_server is None:
+        found.absent["llama.cpp"] = "no --gguf and --llama-server were given"
+        return
+    files = gguf_targets(args.gguf, folder)
+    chain, heads = DraftShape.chain(args.chain), {}
+    if head is None or head.kind != "eagle3":
+        found.absent["llama.cpp with a head"] = _no_head(head, "eagle3")
+    else:
+        out = exported(head, "gguf", folder / "llama-head", shared["target"], shared["revision"], chain)
+        heads = gguf_heads(Path(out) / MODEL_FILE, folder, files)
+    for kind, file in files.items():
+        settings = {"engine": "llama.cpp", "binary": args.llama_server, "gguf": str(file)}
+        name = f"llama.cpp-{kind}"
+        found.add(name, settings, equals=None)
+        ngram = {"draft": "ngram", "num_steps": args.lookup, "ngram": NgramLookup().min_n}
+        lookup = DraftShape.chain(args.lookup)
+        found.add(f"{name}-ngram", {**settings, **ngram}, shape=lookup.as_text(), equals=None)
+        for suffix, least in (("", 0.0), ("-sure", SURE)) if kind in heads else ():
+            drafting = {**settings, "draft": str(heads[kind]), "num_steps": args.chain, "least_probability": least}
+            found.add(f"{name}-eagle3{suffix}", drafting, shape=chain.as_text(), equals=None)
+
+
+def _no_head(head: DraftCheckpoint | None, needed: str) -> str:
+    return "no --draft was given" if head is None else f"it takes a head of kind {needed}; --draft has {head.kind}"
+
+
+def _only(plans: list[Plan], names: list[str] | None) -> list[Plan]:
+    """The plans of those names, with the plain rows that they are compared with and the null control of intervals."""
+    if not names:
+        return plans
+    unknown = sorted(set(names) - {plan.name for plan in plans})
+    if unknown:
+        raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
+    wanted = [plan for plan in plans if plan.name in names]
+    needed = {REFERENCE, NULL, *names, *(plan.over for plan in wanted), *(plan.equals for plan in wanted)}
+    needed |= {plan.equals for plan in plans if plan.name in needed}  # of the compiled plain rows
+    return [plan for plan in plans if plan.name in needed]
+
+
+def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
+    """Type of the matrices -> file: the given one, and its weights in BF16, Q8_0 and Q4_0."""
+    reader = optional_package("gguf", "--gguf").GGUFReader(file)
+    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
+    own = types["blk.0.ffn_up.weight"].name
+    made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in TYPES if kind != own}
+    return {kind.lower(): path for kind, path in (made | {own: file.resolve()}).items()}
+
+
+def gguf_heads(file: Path, out: Path, targets: Iterable[str]) -> dict[str, Path]:
+    """Type of a target -> the head beside it: as it is beside BF16, else in 8 bits, as beside our quantised targets."""
+    packed = requantised(file, "Q8_0", out / "head-Q8_0.gguf")
+    return {kind: file if kind in ("bf16", "f16", "f32") else packed for kind in targets}
+
+
+def requantised(file: Path, kind: str, out: Path) -> Path:
+    """A copy of a GGUF file with its matrices in another type, BOTH_ENDS in Q8_0 beside a type of 4 bits."""
+    gguf = optional_package("gguf", "--gguf")
+    reader, wanted = gguf.GGUFReader(file), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            nested = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=nested)
+    for tensor in reader.tensors:
+        data, given = tensor.data, tensor.tensor_type
+        if len(tensor.shape) == 2:
+            ends = kind == "Q4_0" and tensor.name in BOTH_ENDS
+            new = gguf.GGMLQuantizationType.Q8_0 if ends else wanted
+            data, given = gguf.quantize(gguf.dequantize(data, given), new), new
+        writer.add_tensor(tensor.name, data, raw_dtype=given)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """One group of prompts answered once. first: number of its first prompt. reply: the worker's."""
+
+    engine: str
+    batch: int
+    repeat: int
+    first: int
+    reply: Mapping[str, Any]
 
 
 @dataclass
@@ -80,7 +370,7 @@ def start(rivals: Rivals, shared: Mapping[str, Any], threads: int, stack: contex
         )
         try:
             process.wait_until_loaded()
-        except EngineProcessError as error:
+        except ProgramError as error:
             rivals.drop(plan.name, error)
         else:
             rivals.processes[plan.name] = process
@@ -121,7 +411,7 @@ def _ask(rivals: Rivals, name: str, prompts: Sequence[Sequence[int]], max_tokens
         return None
     try:
         reply = rivals.processes[name].answer(prompts, max_tokens)
-    except EngineProcessError as error:
+    except ProgramError as error:
         rivals.drop(name, error)
         return None
     lengths = {len(written) for written in reply["output_ids"]}
@@ -148,56 +438,152 @@ def judge_of(target_settings: Mapping[str, Any], prompts: Sequence[Sequence[int]
     return judge
 
 
+def rows_of(
+    rivals: Rivals, runs: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int, judge: Judge
+) -> list[dict[str, Any]]:
+    """One row an engine and batch size, in the order of the plans. Runs of `REFERENCE` must be there."""
+    rows = []
+    for batch in sorted({run.batch for run in runs}):
+        of = {one.name: [run for run in runs if (run.engine, run.batch) == (one.name, batch)] for one in rivals.plans}
+        for plan in rivals.plans:
+            mine, process = of[plan.name], rivals.processes.get(plan.name)
+            if not mine or process is None:
+                continue
+            rows.append({
+                "engine": plan.name, "version": process.version, "settings": process.settings,
+                "weight_bits": process.weight_bits, "shape": plan.shape, "batch": batch,
+                **_work(mine, prompts, max_tokens), **_speed(mine, of[REFERENCE]),
+                **_decoding(mine, of.get(plan.over, []), plan.over), "equals": plan.equals,
+                **_equality(mine, plan.equals, _answers(runs, plan.equals), judge),
+            })  # fmt: skip
+    return [row for batch in dict.fromkeys(row["batch"] for row in rows) for row in _widened(rows, batch)]
+
+
+def _widened(rows: Sequence[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
+    """The rows of a batch size, their intervals as wide as the null control asks."""
+    mine = [row for row in rows if row["batch"] == batch]
+    low, high = next((row["interval"] for row in mine if row["engine"] == NULL), (None, None))
+    factor = None if low is None else max(low, 1 / high, 1.0)
+    for row in mine:
+        row["widened_by"] = factor
+        if factor is not None and row["engine"] != REFERENCE and row["interval"][0] is not None:
+            row["interval"] = [row["interval"][0] / factor, row["interval"][1] * factor]
+    return mine
+
+
+def _answers(runs: Sequence[Run], engine: str | None) -> dict[int, list[int]]:
+    """By number of the prompt: what that engine wrote first."""
+    answers: dict[int, list[int]] = {}
+    for run in runs:
+        if run.engine == engine:
+            for place, written in enumerate(run.reply["output_ids"], start=run.first):
+                answers.setdefault(place, written)
+    return answers
+
+
+def _work(mine: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    once = [run for run in mine if run.repeat == 0]
+    places = [run.first + i for run in once for i in range(len(run.reply["output_ids"]))]
+    peaks = [run.reply["peak_memory_bytes"] for run in mine]
+    return {
+        "prompts": len(places),
+        "repeats": 1 + max(run.repeat for run in mine),
+        "context": max(len(prompts[place]) for place in places) + max_tokens,
+        "tokens": sum(len(written) for run in mine for written in run.reply["output_ids"]),
+        "peak_memory_bytes": None if None in peaks else max(peaks),
+    }
+
+
+def _speed(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    seconds = sum(run.reply["seconds"] for run in mine)
+    tokens = sum(len(written) for run in mine for written in run.reply["output_ids"])
+    speedup = sum(run.reply["seconds"] for run in plain) / seconds
+    interval = ratio_interval(_by_group(plain), _by_group(mine), least_units=LEAST_GROUPS)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "speedup": speedup,
+        "interval": [None, None] if interval is None else list(interval),
+        **_parts(mine, seconds),
+    }
+
+
+def _decoding(mine: Sequence[Run], plain: Sequence[Run], over: str) -> dict[str, Any]:
+    """Without prefill, against plain decoding of the same settings."""
+    length, decode = _accept_length(mine), _decode_speedup(mine, plain)
+    return {
+        "accept_length": length,
+        "over": over,
+        "decode_speedup": decode,
+        "decode_speedup_per_accept_length": None if length is None or decode is None else decode / length,
+    }
+
+
+def _by_group(runs: Sequence[Run]) -> list[float]:
+    """Seconds of each group of prompts over its repeats, in the order of the prompts."""
+    seconds: dict[int, float] = {}
+    for run in runs:
+        seconds[run.first] = seconds.get(run.first, 0.0) + run.reply["seconds"]
+    return [seconds[first] for first in sorted(seconds)]
+
+
+def _accept_length(mine: Sequence[Run]) -> float | None:
+    steps = sum(run.reply.get("verify_steps", 0) for run in mine)
+    return 1 + sum(run.reply["accepted"] for run in mine) / steps if steps else None
+
+
+def _decode_speedup(mine: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    if "parts" not in mine[0].reply or not plain:
+        return None
+    ours, theirs = (sum(run.reply["seconds"] - run.reply["parts"]["prefill"] for run in runs) for runs in (mine, plain))
+    return theirs / ours
+
+
+def _parts(mine: Sequence[Run], seconds: float) -> dict[str, Any]:
+    """Seconds by part, which sum up to `seconds`; none for an engine that does not tell them."""
+    if "parts" not in mine[0].reply:
+        return {"parts": {}, "host_share": None}
+    parts = {name: sum(run.reply["parts"][name] for run in mine) for name in mine[0].reply["parts"]}
+    parts["host"] = seconds - sum(parts.values())
+    decoding = seconds - parts["prefill"]
+    return {"parts": parts, "host_share": (parts["commit"] + parts["host"]) / decoding}
+
+
+def _equality(
+    mine: Sequence[Run], reference: str | None, written: Mapping[int, Sequence[int]], judge: Judge
+) -> dict[str, Any]:
+    if reference is None or not written:
+        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal"))
+    parted = [
+        judge(reference, place, written[place], answer)
+        for run in mine
+        if run.repeat == 0
+        for place, answer in enumerate(run.reply["output_ids"], start=run.first)
+    ]
+    near = [found.near_tie for found in parted if found is not None]
+    found = {"tokens_equal": all(near), "identical": len(parted) - len(near)}
+    return {**found, "near_ties": near.count(True), "unequal": near.count(False)}
+
+
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft directory of the head (else none is measured)")
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument(
-        "--quantization",
-        nargs="*",
-        choices=QUANTIZATIONS,
-        default=[],
-        help="also rows of our engine and Hugging Face's with the target so",
-    )
-    parser.add_argument(
-        "--torch-compile", action="store_true", help="also rows of our engine and Hugging Face's compiled"
-    )
+    parser.add_argument("--quantization", nargs="*", choices=QUANTIZATIONS, default=[], help="rows with such a target")
+    parser.add_argument("--torch-compile", action="store_true", help="also ours and Hugging Face's compiled")
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
-    parser.add_argument(
-        "--lookup",
-        type=int,
-        default=4,
-        metavar="N",
-        help="drafts of n-gram lookup, ours and Hugging Face's (default: 4)",
-    )
+    parser.add_argument("--lookup", type=int, default=4, metavar="N", help="drafts of n-gram lookup (default: 4)")
     parser.add_argument("--prompts", metavar="FILE", help="in MT-bench's field style (default: the 40 built-in ones)")
-    parser.add_argument(
-        "--limit", type=int, default=16, metavar="N", help="so many prompts, evenly over tasks (default: 16)"
-    )
+    parser.add_argument("--limit", type=int, default=16, metavar="N", help="prompts, evenly over tasks (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every answer (default: 64)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 16], metavar="N", help="prompts answered together (default: 1 16)"
-    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], metavar="N", help="prompts together (1 16)")
     parser.add_argument("--repeats", type=int, default=2, help="times that each group is answered (default: 2)")
     parser.add_argument("--only", nargs="+", metavar="ENGINE", help=f"these rows, and {REFERENCE}")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
-    parser.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form, for the rows of llama.cpp"
-    )
-    parser.add_argument(
-        "--llama-server",
-        metavar="FILE",
-        help="llama.cpp's server: rows plain and with the head, of --gguf's weights and of these in BF16 and Q8_0",
-    )
-    parser.add_argument(
-        "--llama-python", metavar="PATH", help="interpreter with xllamacpp or llama_cpp (default: this one)"
-    )
-    parser.add_argument(
-        "--eagle-python", metavar="PATH", help="interpreter that imports SafeAILab/EAGLE, by its name `eagle`"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form")
+    parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's server, for rows of --gguf's weights")
     return parser
 
 
@@ -214,10 +600,9 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    threads = int(users_threads() or physical_cores())
-    torch.set_num_threads(threads)  # what the record says of this machine
+    threads = set_threads()
     head = None if args.draft is None else load_draft(args.draft)
-    name, revision = (args.target or DEMO_NAME, None) if args.target or head is None else stated_target(head)
+    name, revision = target_of(args, head)
     tokenizer = load_tokenizer(name, revision)
     prompts = prompts_of(args, tokenizer)
     target = {"target": name, "revision": revision, "dtype": args.dtype}
@@ -233,33 +618,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rivals = Rivals(plans, left_out=absent)
         start(rivals, shared, threads, stack)
         runs = race(rivals, prompts, args.batch, args.max_tokens, args.repeats)
-        entrants = [
-            Entrant(
-                plan.name, plan.shape, plan.equals, plan.over, process.version, process.weight_bits, process.settings
-            )
-            for plan in plans
-            if (process := rivals.processes.get(plan.name)) is not None
-        ]
-    rows = rows_of(entrants, runs, prompts, args.max_tokens, judge_of(target, prompts))
-    settings = {
-        **target, "quantization": args.quantization, "torch_compile": args.torch_compile,
-        "draft": None if args.draft is None else str(args.draft), "prompts": args.prompts or BUILTIN,
-        "limit": args.limit, "max_tokens": args.max_tokens, "batches": sorted(args.batch), "repeats": args.repeats,
-        "threads": threads, "temperature": 0.0, "ignore_eos": True,
-    }  # fmt: skip
-    record = make_record(
-        "engine",
-        ["python", *sys.argv],
-        settings,
-        rows,
-        left_out=rivals.left_out,
-        definitions={**DEFINITIONS, "near_ties": NOISE_RULE},
-    )
+    rows = rows_of(rivals, runs, prompts, args.max_tokens, judge_of(target, prompts))
     title = f"{name}, {len(prompts)} prompts, {args.max_tokens} tokens each, greedy, {threads} threads"
-    Console(width=None if os.isatty(1) else 140).print(engine_table(rows, title))
-    for left, why in rivals.left_out.items():
-        print(f"no row of {left}: {why}")
-    leave(record, "engine", args.out)
+    show(rows, COLUMNS, title, rivals.left_out)
+    more = {**target, "prompts": args.prompts or BUILTIN, "threads": threads, "temperature": 0.0, "ignore_eos": True}
+    definitions = {**DEFINITIONS, "near_ties": NOISE_RULE}
+    leave(args, "engine", "engine", settings_of(args, **more), rows, left_out=rivals.left_out, definitions=definitions)
     return 0
 
 

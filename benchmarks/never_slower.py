@@ -16,20 +16,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
-from rich.console import Console
-from rich.table import Table
+from harness import leave, parser_of, set_threads, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
-from toolkit.bench.records import make_record
 from toolkit.bench.rows import number
-from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.heads.aux_config import default_aux_layer_ids
@@ -44,12 +39,13 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
-from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.token_map import TokenMap
 
 RANDOM = "random head"
 TURN = 16  # tokens a row in one engine's turn
 WARMUP_TOKENS = 16
+COLUMNS = ("draft", "shape", "engine", "ratio", "interval", "processor_ratio", "worst_group_ratio", "whole_ratio",
+           "accept_length", "drafted_steps")  # fmt: skip
 DEFINITIONS = {
     "ratio": "seconds of decoding / plain decoding's for the same prompts; 95 % bootstrap interval over groups, null "
     f"below {LEAST_GROUPS} groups",
@@ -200,44 +196,8 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
     return [row_of(one, entrants[0], "none" if one is entrants[0] else name, shape, args.batch) for one in entrants]
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(
-        title="decoding with drafts / plain decoding, same prompts, in turns (lower is better; 95 % intervals)"
-    )
-    for column in (
-        "draft",
-        "shape",
-        "engine",
-        "ratio",
-        "processor time",
-        "worst group",
-        "with prompts",
-        "accept_length",
-    ):
-        table.add_column(column)
-    table.add_column("steps drafted")
-    for row in rows:
-        table.add_row(
-            row["draft"],
-            row["shape"],
-            row["engine"],
-            with_interval(row["ratio"], row["interval"]),
-            with_interval(row["processor_ratio"], row["processor_interval"]),
-            f"{row['worst_group_ratio']:.3f}",
-            f"{row['whole_ratio']:.3f}",
-            decimal(row["accept_length"], 2),
-            f"{row['drafted_steps']:.0%}",
-        )
-    Console(width=140).print(table)
-
-
-def with_interval(value: float, interval: Sequence[float | None]) -> str:
-    low, high = interval
-    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", nargs="*", default=[], help="draft directories or ngram, beside the random head")
     parser.add_argument("--shape", nargs="+", default=["4,1,5", "5,4,16"], help="the largest shapes (both by default)")
@@ -248,17 +208,14 @@ def main() -> int:
     parser.add_argument("--torch-compile", action="store_true", help="all of them with compiled layers")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--random-vocab", type=int, default=8192, help="ids that the random head drafts from")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(int(users_threads() or physical_cores()))
+    args = parser.parse_args(argv)
+    set_threads()
     rows: list[dict[str, Any]] = []
     for name in (RANDOM, *args.draft):
         for text in args.shape:
             rows += measure(args, name, DraftShape.parse(text))
-    settings = {key: value for key, value in vars(args).items() if key != "out"} | {"turn": TURN}
-    record = make_record("engine", ["python", *sys.argv], settings, rows, definitions=DEFINITIONS)
-    show(rows)
-    leave(record, "engine-never-slower", args.out)
+    show(rows, COLUMNS, "decoding with drafts / plain decoding, same prompts, in turns (lower is better)")
+    leave(args, "engine", "engine-never-slower", settings_of(args, turn=TURN), rows, definitions=DEFINITIONS)
     return 0
 
 

@@ -13,7 +13,6 @@ benchmarks/results/products-<hardware>.json, also when the budget of seconds end
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -24,7 +23,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,14 +30,13 @@ REHEARSAL = "cpu" in sys.argv
 os.environ["TRITON_INTERPRET"] = "1" if REHEARSAL else "0"
 
 import torch
-from results_folder import leave
+from harness import leave, parser_of
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from toolkit.bench.records import make_record
 from toolkit.infer.kernels.triton.skinny_product import PROCESSORS, Tile, skinny_product
 
 DEVICE = "cpu" if REHEARSAL else "cuda"
@@ -271,10 +268,9 @@ class Sweep:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no further tile is tried")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     gc.freeze()  # a capture collects garbage first, and would look at all of torch
@@ -293,7 +289,7 @@ def main() -> int:
             traceback.print_exc()
     pool.shutdown(cancel_futures=True)
     settings = {"budget": args.budget, "launches": LAUNCHES, "replays": REPLAYS, "layers": LAYERS}
-    leave(make_record("products", ["python", *sys.argv], settings, sweep.rows), "products", args.out)
+    leave(args, "products", "products", settings, sweep.rows)
     sweep.show()
     return 0
 

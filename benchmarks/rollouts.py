@@ -18,25 +18,19 @@ clock starts. Writes benchmarks/results/rollouts-<hardware>.json.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from results_folder import leave
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from harness import Row, leave, parser_of, set_threads, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.prompts import BUILTIN, builtin_prompts
-from toolkit.bench.records import command_line, make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
 from toolkit.data.conversations import read_conversations
@@ -48,10 +42,10 @@ from toolkit.log import Progress
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
-from toolkit.threads import physical_cores, users_threads
 
 OURS, COMPILED = "ours", "ours-compiled"
 WARMUP_TOKENS = 4
+COLUMNS = ("engine", "dtype", "batch", "tokens", "tokens_per_s", "ratio", "interval", "equal", "answers")
 DEFINITIONS = {
     "weight_bits": "bits per weight as the engine holds them",
     "tokens": "tokens written in `seconds`, stop ids included, over all queues and repeats",
@@ -165,7 +159,7 @@ def interval_of(seconds: Sequence[float], ours: Sequence[Turn]) -> tuple[float, 
     return ratio_interval(*sums, least_units=LEAST_GROUPS)
 
 
-def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[dict[str, Any]]:
+def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[Row]:
     """One row an engine. context: tokens of the longest prompt and the longest answer that was allowed."""
     ours, rows = turns[OURS], []
     for name, mine in turns.items():
@@ -199,18 +193,6 @@ def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target]
     return rows
 
 
-def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("engine", "dtype", "batch", "tokens", "tokens/s", "its time / ours [95 %]", "equal answers"):
-        table.add_column(column, justify="left" if column in ("engine", "dtype") else "right", no_wrap=True)
-    for row in rows:
-        low, high = row["interval"]
-        ratio = f"{row['ratio']:.2f}" + ("" if low is None or row["engine"] == OURS else f" [{low:.2f}, {high:.2f}]")
-        numbers = (str(row["batch"]), str(row["tokens"]), f"{row['tokens_per_s']:.1f}", ratio)
-        table.add_row(row["engine"], row["dtype"], *numbers, f"{row['equal']} of {row['answers']}")
-    return table
-
-
 def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[Ids]:
     """First user turns, behind their system message; of the built-in prompts every turn as one of its own."""
     if args.prompts is None:
@@ -236,7 +218,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[Ids]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default=DEMO_NAME, help=f"default: {DEMO_NAME}")
     parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
     parser.add_argument("--limit", type=int, default=64, metavar="N", help="prompts, the file's first (default: 64)")
@@ -250,14 +232,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hf-dtype", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES), help="of `generate` (default: both)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    threads = int(users_threads() or physical_cores())
-    torch.set_num_threads(threads)
+    threads = set_threads()
     targets = {OURS: load_target(args.target, use="rollouts")}
     prompts = prompts_of(args, targets[OURS].tokenizer)
     targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
@@ -271,16 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for batch in sorted(args.batch):
         turns = race(engines, prompts, batch, asked, args.repeats)
         rows += rows_of(turns, batch, targets, lengths[-1] + args.max_tokens)
-    settings = {
-        "target": args.target, "prompts": args.prompts or BUILTIN, "limit": args.limit, "temperature": 0.0,
-        "prompt_tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]},
-        "ends": args.ends, "max_tokens": args.max_tokens, "repeats": args.repeats, "threads": threads,
-    }  # fmt: skip
-    record = make_record("engine", f"python benchmarks/{command_line()}", settings, rows, definitions=DEFINITIONS)
-    until = "to their stop ids" if asked.to_stop else "all as long"
-    title = f"{args.target}, {len(prompts)} prompts, {args.max_tokens} tokens at most, {until}, {threads} threads"
-    Console(width=None if os.isatty(1) else 140).print(table_of(rows, title))
-    leave(record, "rollouts", args.out)
+    lengths = {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]}
+    settings = settings_of(
+        args, prompts=args.prompts or BUILTIN, temperature=0.0, prompt_tokens=lengths, threads=threads
+    )
+    show(rows, COLUMNS, f"{args.target}, {len(prompts)} prompts, greedy, {threads} threads")
+    leave(args, "engine", "rollouts", settings, rows, definitions=DEFINITIONS)
     return 0
 
 

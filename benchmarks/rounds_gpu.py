@@ -1,12 +1,11 @@
-"""Rounds of the engine on a GPU, eager and recorded, with and without overlap: milliseconds, compilations, kernels.
+"""Rounds of the engine on a GPU, eager and recorded, with and without overlap: milliseconds, kernels.
 
     python benchmarks/rounds_gpu.py --target llama --batch 1 [--kernels] [--device cpu --target tiny]
 
-Three targets of random weights (roofline_targets.py), whose drafts are accepted by chance to a forced accept_length:
-`llama` has the shape of Llama-3.1-8B, `small` that of SmolLM2-135M, where the host's work shows most, `tiny` is there
-to see that the script runs. engine_gpu.py measures a round part by part; this one says what a first request waits for
-(Triton's compilations and recordings), what overlap is worth and, with --kernels, how many kernels a round launches and
-which take the time. Writes benchmarks/results/rounds-<target>-<hardware>.json.
+Targets of random weights (gpu.py), whose drafts are accepted by chance to a forced accept_length: `llama` has the shape
+of Llama-3.1-8B, `tiny` is there to see that the script runs. engine_gpu.py measures a round part by part; this one says
+what a first request waits for, what overlap is worth and, with --kernels, how many kernels a round launches and which
+take the time. Writes benchmarks/results/rounds-<target>-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -18,27 +17,20 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from results_folder import leave
-from rich.console import Console
-from rich.table import Table
-from roofline_engines import HOWS, Mode, Ours, Sizes
-from roofline_measure import again
-from roofline_targets import FORCED, Subject
-from round_parts import Clock
+from gpu import FORCED, HOWS, Clock, Mode, Ours, Sizes, Subject, again, device_of
+from harness import Row, leave, parser_of, settings_of, show
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from toolkit.bench.records import make_record
 from toolkit.infer.attention import fused_layer
 from toolkit.infer.kernels.float8_linear import to_float8
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.fixed_linear import quantization_of
 
+COLUMNS = ("variant", "batch", "how", "shape", "round_seconds", "tokens_per_s", "accept_length", "first_turn_seconds")
 SHOWN, NAMED = 28, 70  # kernels of a round, letters of a kernel's name
 DEFINITIONS = {
     "variant": "apart: transformers' layers; fused: our layers, products by cuBLAS; skinny: also products of up to 32 "
@@ -47,7 +39,6 @@ DEFINITIONS = {
     "launched after",
     "round_seconds": "of one round, host included; median over turns",
     "first_turn_seconds": "of the first turn: compilations, recordings and the reading of the prompts included",
-    "compiled": "Triton kernels compiled so far in this row, and their seconds",
     "kernels": "kernels and copies of one round on the device; seconds: of all of them; by_name: the longest",
     "peak_memory_bytes": "largest allocation of the process so far",
 }
@@ -71,31 +62,6 @@ def set_variant(variant: str, subject: Subject) -> None:
         to_float8(subject.draft.head)
 
 
-class Compilations:
-    """Kernels that Triton compiles while it is listened to, and seconds."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-
-    def __call__(self, *, times: Any, cache_hit: bool, **_more: Any) -> None:
-        if not cache_hit:
-            self.count += 1
-            self.seconds += times.total / 1e6
-
-    @contextmanager
-    def listened_to(self) -> Iterator[None]:
-        try:
-            from triton import knobs
-        except ImportError:  # plain torch in the place of kernels: nothing is compiled
-            yield
-            return
-        knobs.compilation.listener = self
-        try:
-            yield
-        finally:
-            knobs.compilation.listener = None
-
-
 def measure(
     subject: Subject,
     variant: str,
@@ -103,12 +69,11 @@ def measure(
     batch: int,
     args: argparse.Namespace,
     clock: Clock,
-    compiled: Compilations,
 ) -> dict[str, Any]:
     """One row."""
     set_variant(variant, subject)
     sizes = Sizes(batch, max(map(len, subject.prompts)), args.rounds)
-    before, began = (compiled.count, compiled.seconds), time.perf_counter()
+    began = time.perf_counter()
     engine = Ours(subject, mode, sizes, clock, None if clock.on_device else again)
     try:
         engine.turn(subject.group(batch, 0))
@@ -127,7 +92,6 @@ def measure(
             "accept_length": None if mode.shape is None else length,
             "forced": None if mode.shape is None else subject.forced_length,
             "first_turn_seconds": first,
-            "compiled": {"count": compiled.count - before[0], "seconds": compiled.seconds - before[1]},
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if clock.on_device else None,
             "kernels": kernels_of(engine, subject, batch, args.rounds, clock) if args.kernels else None,
         }
@@ -164,63 +128,35 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A mode that fails costs its own row."""
     shapes = [None, *(DraftShape.parse(text) for text in args.shapes)]
-    compiled, ends = Compilations(), time.perf_counter() + args.budget
-    with compiled.listened_to():
-        for batch, variant in itertools.product(args.batch, args.variants):
-            for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
-                name = f"{variant} {mode.name}, batch {batch}"
-                if mode.shape is None and variant == "fp8":  # of a head alone
-                    continue
-                if time.perf_counter() > ends:
-                    left_out[name] = f"no time left of {args.budget:g} seconds"
-                    continue
-                try:
-                    yield measure(subject, variant, mode, batch, args, clock, compiled)
-                except Exception as error:  # process edge: the record says why there is no row
-                    left_out[name] = f"{type(error).__name__}: {error}"[:500]
-                    print(f"no row of {name}: {error}", file=sys.stderr)
-                if clock.on_device:
-                    torch.cuda.empty_cache()
+    ends = time.perf_counter() + args.budget
+    for batch, variant in itertools.product(args.batch, args.variants):
+        for mode in (Mode(shape, how) for how in args.hows for shape in shapes):
+            name = f"{variant} {mode.name}, batch {batch}"
+            if mode.shape is None and variant == "fp8":  # of a head alone
+                continue
+            if time.perf_counter() > ends:
+                left_out[name] = f"no time left of {args.budget:g} seconds"
+                continue
+            try:
+                yield measure(subject, variant, mode, batch, args, clock)
+            except Exception as error:  # process edge: the record says why there is no row
+                left_out[name] = f"{type(error).__name__}: {error}"[:500]
+                print(f"no row of {name}: {error}", file=sys.stderr)
+            if clock.on_device:
+                torch.cuda.empty_cache()
 
 
-def show(found: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
-    for column in (
-        "batch",
-        "variant",
-        "how",
-        "shape",
-        "ms/round",
-        "tokens/s",
-        "accept_length",
-        "first turn, s",
-        "compiled",
-    ):
-        table.add_column(column, justify="right")
-    for row in found:
-        length = "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
-        compiled = f"{row['compiled']['count']} in {row['compiled']['seconds']:.1f} s"
-        measured = (f"{1e3 * row['round_seconds']:.3f}", f"{row['tokens_per_s']:.1f}", length)
-        table.add_row(
-            str(row["batch"]),
-            row["variant"],
-            row["how"],
-            row["shape"],
-            *measured,
-            f"{row['first_turn_seconds']:.1f}",
-            compiled,
-        )
+def print_kernels(found: Sequence[Row]) -> None:
     for row in found:
         if row["kernels"] is not None:
             of, kernels = f"{row['variant']} {row['how']} {row['shape']}, batch {row['batch']}", row["kernels"]
             print(f"{of}: {kernels['count']:.0f} kernels a round, {1e3 * kernels['seconds']:.3f} ms")
             for name, one in kernels["by_name"].items():
                 print(f"  {1e6 * one['seconds']:9.1f} us {one['count']:7.1f} x  {name}")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)  # last: it is what first_gpu.sh shows
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", choices=tuple(FORCED), default="llama")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["dependent"], help="(default: dependent)")
@@ -233,29 +169,22 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", action="store_true", help="profile a turn: kernels by number and time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no row begins (default: 3600)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    device, build = torch.device(args.device), FORCED[args.target]
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("rounds_gpu.py: PyTorch sees no CUDA device here; to see that it runs: --device cpu --target tiny",
-              file=sys.stderr)  # fmt: skip
+    device = device_of(args, "rounds_gpu.py")
+    if device is None:
         return 2
-    torch.manual_seed(0)
-    subject = build(device, args.context, ForcedAcceptance.parse(args.force_accept_length))
+    subject = FORCED[args.target](device, args.context, ForcedAcceptance.parse(args.force_accept_length))
     left_out: dict[str, str] = {}
     found = list(rows(subject, args, Clock(device), left_out))
-    if not found:
-        print(f"rounds_gpu.py: error: nothing was measured: {left_out}", file=sys.stderr)
-        return 1
-    show(found, f"{subject.name}; {subject.head}; {subject.acceptance}")
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
-    record = make_record("rounds", ["python", *sys.argv], settings, found, left_out=left_out, definitions=DEFINITIONS)
-    leave(record, f"rounds-{args.target}", args.out)
-    return 0
+    print_kernels(found)
+    show(found, COLUMNS, f"{subject.name}; {subject.head}; {subject.acceptance}", left_out)
+    more = {"left_out": left_out, "definitions": DEFINITIONS}
+    leave(args, "rounds", f"rounds-{args.target}", settings_of(args), found, **more)
+    return 0 if found else 1
 
 
 if __name__ == "__main__":

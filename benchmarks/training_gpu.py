@@ -3,7 +3,7 @@
     python benchmarks/training_gpu.py [--target llama] [--length 2048] [--rows 2] [--steps 7] [--budget 120]
     python benchmarks/training_gpu.py --device cpu --target tiny --length 64       to see that it runs
 
-The target has random weights (roofline_targets.py: `llama` has the shape of Llama-3.1-8B), and so has the head, over
+The target has random weights (gpu.py: `llama` has the shape of Llama-3.1-8B), and so has the head, over
 random texts: seconds and memory are those of a real step, losses mean nothing but that all ways compute the same. No
 DeepSpeed: forward of the target, K unrolled steps of the head, backward, fused AdamW. `pytest tests/train/test_loop.py`
 runs the trainer itself. What fails or takes too long costs only its own row. Writes the record after each row, as
@@ -19,17 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from results_folder import leave
-from roofline_targets import FORCED
+from gpu import FORCED, device_of
+from harness import leave, parser_of, settings_of, show
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.bench.records import make_record
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.target import Target
@@ -44,6 +42,7 @@ PROMPT = 16  # tokens at the start of a row that are not trained on
 PEAK = 989e12  # products of an H100 (SXM) in bf16 a second, by its data sheet
 ROW_SECONDS = 60  # of one row at most, compilations included
 PARTS = ("target", "labels", "head", "loss", "backward", "optimizer")
+COLUMNS = ("row", "seconds_per_step", *(f"{part}_ms" for part in PARTS), "tokens_per_s", "share_of_peak")
 # Of a quarter of all tokens: sequences that fill four rows.
 RAGGED = (1, 0.75, 0.25, 0.625, 0.375, 0.5, 0.4375, 0.0625)
 DEFINITIONS = {
@@ -202,22 +201,8 @@ def measured(row: Row, training: Training, batch: Batch, args: argparse.Namespac
     }
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Milliseconds, and below them 10^12 operations a second."""
-    heads = ("ms", *PARTS, "rest", "tokens/s", "of peak", "GB")
-    print(f"{'':<16}" + "".join(f"{one:>10}" for one in heads))
-    for row in rows:
-        parts, work = row["parts"], row["tflop"]
-        rest, held = row["seconds_per_step"] - sum(parts.values()), row["peak_memory_bytes"] / 1e9
-        times = (f"{1000 * one:>10.1f}" for one in (row["seconds_per_step"], *parts.values(), rest))
-        share = "" if row["share_of_peak"] is None else f"{row['share_of_peak']:.1%}"
-        print(f"{row['row']:<16}{''.join(times)}{row['tokens_per_s']:>10.0f}{share:>10}{held:>10.1f}")
-        pace = (f"{work[name] / max(parts[name], 1e-9):>10.1f}" for name in PARTS)
-        print(f"{'  TFLOP/s':<16}{sum(work.values()) / row['seconds_per_step']:>10.1f}{''.join(pace)}")
-
-
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", choices=tuple(FORCED), default="llama")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: 2048)")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step (default: 2)")
@@ -226,28 +211,23 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="of the rows")
     parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="behind imports (default: 120)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     args = arguments().parse_args(argv)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("training_gpu.py: PyTorch sees no CUDA device here; to see that it runs: --device cpu --target tiny",
-              file=sys.stderr)  # fmt: skip
+    device = device_of(args, "training_gpu.py")
+    if device is None:
         return 2
     passed: Callable[[], float] = lambda: time.perf_counter() - began  # noqa: E731
-    torch.manual_seed(0)
     subject = FORCED[args.target](device, PROMPT, ForcedAcceptance(()))
     training = Training(subject.target, subject.draft.token_map.size, args)
     print(f"target and head after {passed():.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
     work: dict[str, dict[str, float]] = {}
     left_out: dict[str, str] = {}
-    settings = {key: str(value) if key == "out" else value for key, value in vars(args).items()}
-    settings["target"] = subject.name
+    settings = settings_of(args, target=subject.name)
     for row in ROWS:
         if args.only and row.name not in args.only:
             continue
@@ -271,10 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        line = ["python", *sys.argv]
-        record = make_record("training", line, settings, rows, left_out=left_out, definitions=DEFINITIONS)
-        leave(record, f"training-gpu-{args.target}", args.out)
-    print_table(rows)
+        more = {"left_out": left_out, "definitions": DEFINITIONS}
+        leave(args, "training", f"training-gpu-{args.target}", settings, rows, **more)
+    show([{**row, **{f"{part}_ms": 1e3 * row["parts"][part] for part in PARTS}} for row in rows], COLUMNS, subject.name)
     return 0 if rows else 1
 
 

