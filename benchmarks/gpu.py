@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from toolkit.train.warm_start import initialise_from_target
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from toolkit import __version__
@@ -62,6 +61,7 @@ from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.warm_start import initialise_from_target
 
 DRAFT_VOCABULARY = 32000
 LLAMA: dict[str, Any] = {
