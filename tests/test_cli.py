@@ -139,5 +139,5 @@ def test_a_head_that_gains_nothing_is_not_what_comes_next(tmp_path: Path, lookup
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "measured.json").write_text(json.dumps({"recommended": None, "rows": rows}))
     recipe = SimpleNamespace(target=SimpleNamespace(model="m"), train=SimpleNamespace(epochs=1), run_dir="runs/x")
-    text = run_command.next_steps(SimpleNamespace(folder=tmp_path, recipe=recipe, recipe_path="r.yaml"))  # type: ignore[arg-type]
+    text = run_command.next_steps(SimpleNamespace(folder=tmp_path, recipe=recipe, recipe_path="r.yaml"))
     assert f"toolkit serve {how}   #" in text and "--draft" not in text.replace("--draft ngram", "")
