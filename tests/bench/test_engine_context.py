@@ -43,7 +43,7 @@ def test_engines_of_step_times_hold_their_prompts(tiny_target, tiny_draft, monke
     monkeypatch.setattr(Engine, "add_request", noted)
     prompts = [list(range(5, 105)), list(range(5, 15))]
     trial = Trial(tiny_target, tiny_draft, (), Sampling(8, 0.0, 0), EngineConfig(max_running_requests=2))
-    measure_step_times(trial, [DraftShape.chain(2)], prompts)
+    measure_step_times(trial, [DraftShape.chain(2)], prompts, lambda times: [])
     context = 100 + LEAST_ANSWER
     assert {length for length, _, _ in seen} == {100, 10}
     assert {held for _, held, _ in seen} == {context} and max(cache for _, _, cache in seen) <= 2 * (context + ROOM)

@@ -278,7 +278,7 @@ def test_a_token_map_on_the_output_rows(native_target, tmp_path):
     wanted = [one.output_ids for one in load_engine(EngineConfig(target=directory)).engine.generate(prompts, params)]
     loaded = load_engine(EngineConfig(target=directory, token_map=tmp_path / "freq.pt", shape="3,1,4"))
     assert loaded.draft.token_map.size < 393
-    checked = open_checked(EngineConfig(target=directory, draft="native", token_map=tmp_path / "freq.pt"), 2, 4)
+    checked = open_checked(EngineConfig(target=directory, draft="native", token_map=tmp_path / "freq.pt"))
     assert checked.draft.token_map.sha256 == loaded.draft.token_map.sha256
     assert [one.output_ids for one in loaded.engine.generate(prompts, params)] == wanted
 
