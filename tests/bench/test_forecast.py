@@ -10,12 +10,12 @@ import torch
 
 from tests.train.test_parity import _batch
 from toolkit.bench.answers import Sampling
+from toolkit.bench.candidate_recorder import NEVER, nodes_needed
 from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import forecast_surface, largest_shape, recorded, replay_answers, shapes_of
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.rollout_answers import rollout_answers
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.candidate_recorder import NEVER, nodes_needed
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape

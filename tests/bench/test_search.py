@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
+from toolkit.bench.candidate_recorder import NEVER
 from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
 from toolkit.bench.prompts import Prompt
@@ -36,7 +37,6 @@ from toolkit.bench.step_times import (
     measure_draft_times,
     measure_step_times,
 )
-from toolkit.infer.drafters.candidate_recorder import NEVER
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import verified

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.commands import chat
+from toolkit.commands import chat, chat_session
+from toolkit.commands.chat_session import ChatSession, ChatSessionError
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load import chat_session, load_engine
-from toolkit.infer.load.chat_session import ChatSession, ChatSessionError
+from toolkit.infer.load import load_engine
 from toolkit.infer.load.load_engine import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 

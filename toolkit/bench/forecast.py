@@ -19,12 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.bench.answers import LoggedAnswer
+from toolkit.bench.candidate_recorder import Array, CandidateRecorder
 from toolkit.bench.engine_context import SideBySide, Trial, with_eager_rounds
 from toolkit.bench.replay import Forecast, summarise_replays
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.linear_layers import linear_layers
-from toolkit.infer.drafters.candidate_recorder import Array, CandidateRecorder
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, candidate_count

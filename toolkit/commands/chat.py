@@ -16,7 +16,7 @@ from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, desc
 from toolkit.terminal import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:
-    from toolkit.infer.load.chat_session import Exchange
+    from toolkit.commands.chat_session import Exchange
     from toolkit.infer.load.load_engine import LoadedEngine
     from toolkit.infer.request.acceptance import AcceptanceStats
     from toolkit.infer.request.request import Request
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     """Answer --prompt or talk. Raises ValueError with a message for the user, RankLostError when a rank ends."""
-    from toolkit.infer.load.chat_session import ChatSession
+    from toolkit.commands.chat_session import ChatSession
 
     conversation = ChatSession(
         loaded.engine,
@@ -98,7 +98,7 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
     """Read lines until /quit or the end of input. A line that cannot be answered prints an error and is dropped."""
-    from toolkit.infer.load.chat_session import ChatSessionError
+    from toolkit.commands.chat_session import ChatSessionError
 
     with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
@@ -217,7 +217,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 def status_of(request: Request, plain_tokens_per_s: float | None) -> str:
     """The status line of an answer that is being written."""
-    from toolkit.infer.load.chat_session import tokens_per_s
+    from toolkit.commands.chat_session import tokens_per_s
     from toolkit.infer.request.acceptance import summarise
 
     since = 0.0 if request.first_token_at is None else time.perf_counter() - request.first_token_at

@@ -9,12 +9,12 @@ import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.feature_recorder import record_features
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+from toolkit.pipeline.feature_capture import record_features
 
 LAYERS = (0, 2, 3)
 
