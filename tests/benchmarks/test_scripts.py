@@ -128,6 +128,20 @@ def test_rollouts(script, tiny_target_directory, tmp_path) -> None:
 
 
 @pytest.mark.process
+def test_processes(script, tiny_target_directory) -> None:
+    """An engine answers from a process of its own; one that cannot be had is named with its last words."""
+    harness = script("harness")
+    asked = {"engine": "hugging-face", "target": str(tiny_target_directory), "revision": None, "dtype": "float32"}
+    asked |= {"quantization": None, "lookup": None, "torch_compile": False, "threads": 1, "context_length": 64}
+    with harness.EngineProcess(asked, 1) as engine:
+        engine.wait_until_loaded()
+        assert len(engine.answer([[5, 6, 7]], 4)["output_ids"][0]) == 4
+    with harness.EngineProcess({"engine": "absent"}, 1) as engine, pytest.raises(harness.ProgramError, match="absent"):
+        engine.wait_until_loaded()
+    assert harness.in_process_of_its_own(abs, -3) == 3
+
+
+@pytest.mark.process
 def test_servers(script, tiny_target_directory, draft_directory, tmp_path, monkeypatch) -> None:
     """Ours with and without the head; a server that does not start is named with its last words."""
     broken, out = tmp_path / "python", tmp_path / "record.json"

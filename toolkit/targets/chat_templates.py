@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from toolkit.errors import TargetError
+
+if TYPE_CHECKING:  # `from toolkit import LLM` imports no transformers
+    from transformers import PreTrainedTokenizerBase
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
