@@ -19,7 +19,10 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
 }
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # a template is a program
+# A template is a program.
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 SENTINEL = "Zebra7Quartz"  # a text that templates leave as it is
 _PART_ROLES: dict[str, frozenset[str]] = {}  # template -> the roles whose content it reads as parts alone
 

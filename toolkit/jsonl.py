@@ -58,9 +58,10 @@ def read_placed_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     try:
         rows = json.loads("".join(line for _, line in read_lines(path)))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path}:{error.lineno}: not valid JSON ({error}); expected a list (use .jsonl for one object per line)"
+            f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error}); expected a list (use .jsonl "
+            "for one object per line)"
         ) from error
     if not isinstance(rows, list):
         raise DataError(f"{path}:1: is a {type(rows).__name__}; expected a list of rows")
@@ -74,7 +75,7 @@ def parse_row(line: str, where: object) -> dict[str, Any]:
     """Parse one line as a JSON object. Raises `DataError` that begins with `where` as text."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
         raise DataError(
             f"{where}: not valid JSON ({error}): {line.strip()[:80]!r}; expected one JSON object per line"
         ) from error

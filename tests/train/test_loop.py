@@ -162,6 +162,8 @@ def test_a_training_of_two_processes_goes_on_and_ends_with_one(zero2_on_two, tmp
     for ours, theirs in zip(_train(run, *settings), _losses(zero2_on_two), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert not list((run / "train").glob("*.converted"))
+    (newest,) = (run / "train").glob("state-000040/position.json")
+    assert json.loads(newest.read_text())["processes"] == 1, "two would take this state for one of their own"
     before = _losses(run)
     shutil.rmtree(run / "ckpt")
     assert _train(run, *settings, options=_processes(2, "zero3")) == before, "finished: no state is loaded"

@@ -29,12 +29,12 @@ from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
 from toolkit.infer.engine.cpu_door import pack
+from toolkit.infer.engine.engine import out_of_memory
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
-from toolkit.jsonl import DataError
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
@@ -77,7 +77,9 @@ def measure_stage(run: Run) -> str:
     torch.cuda.empty_cache()
     try:
         write_json(ckpt / "measured.json", measured | {"check": open_checked(EngineConfig(draft=ckpt)).reference})
-    except (torch.OutOfMemoryError, DataError) as error:  # the target in float32; or prompts longer than its context
+    except (RuntimeError, MemoryError, ValueError) as error:  # no memory for float32; prompts longer than the context
+        if not isinstance(error, ValueError) and not out_of_memory(error):
+            raise
         say(f"`toolkit check` has nothing to compare this head with: {error}")
     return headline(record)
 

@@ -30,7 +30,8 @@ class TokenMap:
         ids = _checked(self.ids, self.vocab_size).clone()
         if (ids[1:] < ids[:-1]).any():
             raise TokenMapError(
-                "token map ids are not ascending, so draft ids stand for other tokens; write the map or head again"
+                "token map ids are not ascending, so draft ids stand for other tokens; sort the ids together with the "
+                "rows of the head's output matrix, or build the map again by toolkit build-token-map"
             )
         object.__setattr__(self, "ids", ids)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
+from toolkit.data.generation import REFUSED, GenerateFn, GenerationRequest, GenerationResult
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -54,9 +54,9 @@ def engine_generate(
 def _result(request: Request, draft_used: str | None) -> GenerationResult:
     assert request.finish_reason is not None, "a request has a result only after it has ended"
     stats = summarise(request.events)
-    return GenerationResult(
-        list(request.output_ids), request.finish_reason, draft_used, stats.verify_steps, stats.accepted
-    )
+    # "abort": its logits were not finite, or its prompt had no room. The other requests go on.
+    reason = REFUSED if request.finish_reason == "abort" else request.finish_reason
+    return GenerationResult(list(request.output_ids), reason, draft_used, stats.verify_steps, stats.accepted)
 
 
 def _fill(

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def restore_state(
     if converted != newest and accelerator.is_main_process:
         shutil.rmtree(converted)
     log.info("resumed from %s", newest)
-    return position
+    return replace(position, processes=accelerator.num_processes)  # those that write the next state
 
 
 def is_of_other_layout(accelerator: Accelerator, engine: Any, state: Path, processes: int) -> bool:
@@ -149,6 +149,11 @@ def is_of_other_layout(accelerator: Accelerator, engine: Any, state: Path, proce
     Raises `ResumeError` if it cannot be converted: from or to ZeRO-3.
     """
     running, now = accelerator.num_processes, int(engine.zero_optimization_stage())
+    if not _parts(state):
+        raise ResumeError(
+            f"{state} has no file of the optimizer (*zero_pp_rank_*_optim_states.pt), so it is damaged; move it away, "
+            "and the training resumes from the state before"
+        )
     before = int(_load(_parts(state)[0])["optimizer_state_dict"]["zero_stage"])
     if (processes, before == 3) == (running, now == 3):
         return False

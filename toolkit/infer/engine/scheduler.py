@@ -123,7 +123,9 @@ class Scheduler:
             self.chunk = max(LEAST_CHUNK, self.chunk // 2)
             logger.warning("a prefill ran out of memory; prompts are read in chunks of %d tokens", self.chunk)
             return []
-        victim = self.reading or self.waiting[0]
+        victim = self.reading or next(iter(self.waiting), None)
+        if victim is None:
+            return []
         victim.fail(f"the prompt needs more memory than is left ({error})")
         self.drop_unstarted(victim)
         return [victim]

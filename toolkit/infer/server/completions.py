@@ -210,7 +210,7 @@ class Completions:
 
     def _params(self, body: GenerationFields, prompt_tokens: int, param: str) -> SamplingParams:
         room, limit = self.served.context_length - prompt_tokens, body.token_limit
-        if room < (limit or 1):
+        if room < (1 if limit is None else limit):
             raise context_length_exceeded(prompt_tokens, limit, self.served.context_length, param)
         return request_params(body, self.served.defaults, room)
 
