@@ -26,7 +26,7 @@ class OnlineFeatures:
 
     def __call__(self, batch: Batch) -> TargetFeatures:
         batch = batch.to(self.target.device)
-        with self._fused.running():
+        with torch.no_grad(), self._fused.running():
             return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 
 

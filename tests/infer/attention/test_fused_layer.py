@@ -30,12 +30,20 @@ FUSED = {
     "qwen2": {},
     "qwen3": {},
 }
-# Granite has Llama's parts and another residual; the others have other parts.
-APART = {"granite": {"residual_multiplier": 0.5}, "gemma2": {"sliding_window": 6}, "olmo2": {}, "phi3": {}}
+# Another activation in Llama's own layer; SmolLM3 rotates in some layers only, Ministral scales by position, Granite
+# has another residual; the others have other parts.
+APART = {
+    "llama": {"hidden_act": "gelu"},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "ministral3": {},
+    "granite": {"residual_multiplier": 0.5},
+    "gemma2": {"sliding_window": 6},
+    "phi3": {},
+}
 
 
-def build(family: str, **changes: object) -> Target:
-    torch.manual_seed(0)
+def build(family: str, seed: int = 0, **changes: object) -> Target:
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family.partition("-")[0], **SIZES | changes)
     return Target(AutoModelForCausalLM.from_config(config), train_tokenizer(), family, None)
 
@@ -81,8 +89,8 @@ def test_layers_of_llamas_family_run_fused_and_compute_the_same(family, kernels_
 
 @pytest.mark.parametrize("family", APART)
 def test_other_layers_run_as_they_are(family, kernels_for_cpu, monkeypatch) -> None:
-    """Granite's layer has Llama's parts: only its numbers tell it apart."""
-    assert fused_count(build(family, **APART[family]), monkeypatch) == (1 if family == "granite" else 0)
+    """Another activation is told by the numbers alone: a copy of one layer was compared."""
+    assert fused_count(build(family, **APART[family]), monkeypatch) == (1 if family == "llama" else 0)
 
 
 def test_the_model_of_others_stays_as_it_was(kernels_for_cpu) -> None:
@@ -98,6 +106,22 @@ def test_the_model_of_others_stays_as_it_was(kernels_for_cpu) -> None:
     assert all(one is named[name] for name, one in target.model.named_parameters())
     q, k = target.layers[0].self_attn.q_proj.weight, target.layers[0].self_attn.k_proj.weight
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+
+
+def test_new_weights_and_biases_reach_fused_layers(kernels_for_cpu, monkeypatch) -> None:
+    """Values are copied into the parameters; a joined copy of a bias would keep the old ones."""
+    target, other = (build("llama", attention_bias=True, seed=seed) for seed in (0, 1))
+    with torch.no_grad():
+        for model in (target.model, other.model):
+            for name, one in model.named_parameters():
+                one.copy_(torch.randn_like(one)) if name.endswith("bias") else None
+    before, wanted = answers(target), answers(other)
+    with torch.no_grad():
+        for name, one in target.model.named_parameters():
+            one.copy_(other.model.get_parameter(name))
+    assert answers(target) == wanted != before
+    target.model.requires_grad_(True)  # a served model can be trained
+    target.model(torch.arange(5)[None]).logits.sum().backward()
 
 
 @pytest.mark.gpu

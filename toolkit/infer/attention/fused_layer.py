@@ -3,8 +3,9 @@
     norm | q, k, v in one product | rotation and write to the cache | attention | product + residual
     norm | gate, up in one product, silu(gate) * up                 |             product + residual
 
-transformers runs some thirty operations for it. A layer is recognised by its parts and by what it computes: a float32
-copy of one layer of each class must give the same numbers fused. Layers of other families run as they are.
+transformers runs some thirty operations for it. A layer is recognised by its class, its parts and what it computes: a
+float32 copy of one layer of each class must give the same numbers fused. Layers of other families run as they are; some
+have Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
 
 Shapes: B rows, N tokens per row, H hidden size, K inputs and O outputs of a product, I intermediate size.
 """
@@ -27,6 +28,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.targets.target import Target
 
+CLASSES = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}  # of transformers
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 TRIAL = 5  # tokens of the comparison
@@ -42,8 +44,10 @@ class FusedLayer:
         self._place, self._scoring, self._ops = place, scoring, ops
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._out, self._down = attention.o_proj, mlp.down_proj
-        self._qkv, self._qkv_bias = joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._gate_up, _ = joined(mlp.gate_proj, mlp.up_proj)
+        of_input = attention.q_proj, attention.k_proj, attention.v_proj
+        self._qkv = joined([one.weight for one in of_input])
+        self._qkv_bias = None if attention.q_proj.bias is None else joined([one.bias for one in of_input])
+        self._gate_up = joined([mlp.gate_proj.weight, mlp.up_proj.weight])
         width = attention.head_dim
         self._heads = attention.q_proj.out_features // width, attention.k_proj.out_features // width
         self._head_norms = None  # Qwen3 has them
@@ -78,28 +82,28 @@ class FusedLayer:
         return metadata.attend(self._place, *(one.transpose(1, 2) for one in (q, k, v)), self._scoring)
 
 
-def joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The weights [O, K] one below the other, as one tensor, and the biases. The weights become views of it."""
-    weights = [one.weight for one in linears]
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [O, K], or biases [O], one below the other as one tensor, of which they become views: new values that are
+    copied into them are those of the whole."""
     whole = _whole_of(weights)
     if whole is None:
-        whole = torch.cat([one.detach() for one in weights])
-        for weight, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
-            weight.data = part
-    biases = [one.bias for one in linears if one.bias is not None]
-    return whole, torch.cat([one.detach() for one in biases]) if biases else None
+        with torch.inference_mode(False), torch.no_grad():  # the model may be trained later
+            whole = torch.cat([one.detach() for one in weights])
+            for weight, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+                weight.data = part
+    return whole
 
 
 def _whole_of(weights: Sequence[Tensor]) -> Tensor | None:
     """The tensor that these weights are adjacent rows of; None if they are not."""
-    first, width = weights[0], weights[0].shape[1]
+    first, width = weights[0], weights[0].shape[1:]
     begin = first.storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and weight.is_contiguous()
         if not same or weight.storage_offset() != begin:
             return None
         begin += weight.numel()
-    return first.detach().as_strided((sum(map(len, weights)), width), (width, 1), first.storage_offset())
+    return first.detach().as_strided((sum(map(len, weights)), *width), first.stride(), first.storage_offset())
 
 
 def eps_of(norm: Any) -> float:
@@ -134,18 +138,22 @@ class FusedLayers:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: these layers run fused. Module hooks still fire."""
-        for layer, call in self._calls.items():
+        """Context manager: these layers run fused, unless gradients are recorded. Hooks of the layers still fire."""
+        calls = {} if torch.is_grad_enabled() else self._calls
+        for layer, call in calls.items():
             layer.__dict__["forward"] = call
         try:
             yield
         finally:
-            for layer in self._calls:
+            for layer in calls:
                 layer.__dict__.pop("forward", None)
 
 
 def _has_parts(layer: Any) -> bool:
-    """Whether the layer has Llama's parts, with plain linear layers that nothing hooks into."""
+    """Whether the layer is of a known class and has its parts, with plain linear layers that nothing hooks into."""
+    of_transformers = type(layer).__module__.startswith("transformers.models.")
+    if not of_transformers or type(layer).__name__ not in CLASSES or "forward" in layer.__dict__:
+        return False
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     parts = [(layer.self_attn, OF_ATTENTION), (layer.mlp, OF_MLP)]

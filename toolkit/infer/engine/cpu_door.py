@@ -117,7 +117,13 @@ def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "
         pack_linears(target.model, tied=target.embed_tokens.weight)
     if not isinstance(draft, DraftCheckpoint):
         return
-    if float8_linear.takes(target.device) and draft_quantization != "none":
+    float8, bf16 = float8_linear.takes(target.device), target.dtype == torch.bfloat16
+    if draft_quantization == "fp8" and not float8:
+        raise TargetError(
+            f"`draft_quantization` is fp8, and {target.device} has no kernels for it (compute capability 8.9 and "
+            "Triton are needed); leave it out, or give none"
+        )
+    if draft_quantization == "fp8" or (draft_quantization == "auto" and float8 and bf16):
         float8_linear.to_float8(draft.head)
         logger.debug("the weights of the draft head are float8 (draft quantization 'none' keeps its dtype)")
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.targets.fixed_linear import FixedLinear
 
@@ -40,7 +41,7 @@ class Float8Linear(FixedLinear):
     def product(self, inputs: Tensor) -> Tensor:
         rows = inputs.reshape(-1, self.in_features)
         out = ops_for(rows.device.type).scaled_product(rows, self.levels, self.scales)
-        return (out if self.bias is None else out + self.bias).view(*inputs.shape[:-1], -1)
+        return (out if self.bias is None else out + self.bias).view(*inputs.shape[:-1], self.out_features)
 
     def set_weight(self, weight: Tensor) -> None:
         levels, scales = _rounded(weight)
@@ -59,6 +60,8 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def takes(device: torch.device) -> bool:
     """Whether the device's kernels read float8."""
+    if ops_for(device.type).scaled_product is reference.scaled_product:
+        return False
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
 
 

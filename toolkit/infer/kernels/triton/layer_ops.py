@@ -17,6 +17,7 @@ from toolkit.infer.kernels.triton.entries import place_of
 from toolkit.infer.kernels.triton.launch import dependent, depends, wait_for_earlier
 from toolkit.infer.kernels.triton.skinny_product import MAX_ROWS, skinny_product
 
+MOST_SCALED_ROWS = 8 * MAX_ROWS  # beyond, float8 weights are converted whole
 skinny_rows = MAX_ROWS  # rows of a product up to which our own runs; benchmarks set it to 0
 BLOCK = 1024  # elements of a program
 
@@ -208,22 +209,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
         out = F.linear(rows, weight)
     else:
         out = torch.addmm(added, rows, weight.t())  # the sum is the product's epilogue
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     """See the reference."""
     rows = x.flatten(0, -2)
     if _is_skinny(rows, gate_up):
-        return skinny_product(rows, gate_up, gated=True, pdl=depends(x)).view(*x.shape[:-1], -1)
-    gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-    return gated(gate, up).view(*x.shape[:-1], -1)
+        out = skinny_product(rows, gate_up, gated=True, pdl=depends(x))
+    else:
+        out = gated(*F.linear(rows, gate_up).chunk(2, dim=-1))
+    return out.view(*x.shape[:-1], len(gate_up) // 2)
 
 
 def scaled_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     """See the reference."""
-    if len(x) <= MAX_ROWS and x.dtype == torch.bfloat16:
-        return skinny_product(x, levels, scales=scales, pdl=depends(x))
+    if 0 < len(x) <= MOST_SCALED_ROWS and x.dtype == torch.bfloat16:
+        parts = [skinny_product(part, levels, scales=scales, pdl=depends(x)) for part in x.split(MAX_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     return reference.scaled_product(x, levels, scales)
 
 
