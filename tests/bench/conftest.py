@@ -67,8 +67,10 @@ class WordTokenizer:
         return self.chat_template
 
     def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
-        assert settings == {"add_generation_prompt": True, "tokenize": False}
-        return "".join(f"{message['role'][0]}:{message['content']}|" for message in messages) + "a:"
+        begins = settings.pop("add_generation_prompt", False)
+        assert settings == {"tokenize": False}
+        text = "".join(f"{message['role'][0]}:{message['content']}|" for message in messages)
+        return text + ("a:" if begins else "")
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         assert not add_special_tokens

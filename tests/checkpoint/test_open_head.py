@@ -375,7 +375,7 @@ def test_an_empty_d2t_is_a_warning(make_eagle3, publish, target):
 
     def empty(_, tensors):
         del tensors["t2d"]
-        tensors["d2t"].zero_()
+        tensors["d2t"] = torch.zeros_like(tensors["d2t"])
 
     (line,) = lines(open_head(publish("specforge", make_eagle3(), empty), target=target), "t2d")
     assert line.warning and "never filled" in line.line

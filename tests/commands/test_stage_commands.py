@@ -69,7 +69,7 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown
 
 
-def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_both_origins(recipe: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sources' user turns, then the target's own, each with its provenance; one id for two prompts is refused."""
     own = Path("made/p_synthesised.jsonl")
 
@@ -80,14 +80,14 @@ def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(prompts_of_run, "_synthesise", synthesise)
     settings = PromptSettings(sources=("prompts.jsonl",), limit=2, synthesize=1)
-    said = prompts_of_run.write_prompts(None, settings, 0, Path("made/p.jsonl"))
+    said = prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
     made = rows(Path("made/p.jsonl"))
     assert said == "3 prompts, 3 user turns" and [len(row["messages"]) for row in made] == [1, 1, 1]
     methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
     assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
     Path("prompts.jsonl").write_text(own.read_text())
     with pytest.raises(PipelineError, match="'synth-000000' is in the sources and among the synthesised prompts"):
-        prompts_of_run.write_prompts(None, settings, 0, Path("made/p.jsonl"))
+        prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
 
 
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:
@@ -262,7 +262,7 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
         (["--token-map", "x.pt"], "--token-map is x.pt, but this eagle3 head has an output matrix of its own"),
         (["--max-tokens", "0"], "max_tokens = 0"),
         (["--temperature", "-1"], "temperature = -1.0"),
-        (["--temperature", "inf"], "temperature = inf"),
+        (["--temperature", "inf"], "temperature = Infinity"),
         (["--warmup", "-1"], "warmup = -1"),
         (["--batch", "0"], "--max-running-requests is 0; at least 1"),
         (["--shape", "4,1,9"], "write 4,1,5"),

@@ -120,7 +120,7 @@ def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
 
 def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None:
     """Features that nothing reads, and a disk without room for the longest texts there can be."""
-    with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.data\.features: offline"):
+    with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.data\.features=offline"):
         load_recipe(recipe, ["train.data.features=online"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100_000))
     # Eight conversations of several turns count as 49 positions, four of one turn as their prompt and five tokens.

@@ -242,7 +242,7 @@ def test_settings_that_do_not_suit_the_head_are_refused(target, tmp_path):
     config = MtpConfig.from_target_config(target.config, vocab_size=target.vocab_size, num_mtp_layers=5)
     directory = write(tmp_path / "head", MtpHead(config))
     settings = TrainSettings(init=str(directory), head=HeadSettings(kind="mtp"))
-    with pytest.raises(RecipeError, match="does not suit the recipe.*layers = 5, but at most ttt_steps"):
+    with pytest.raises(RecipeError, match="does not suit the recipe.*layers = 5.*ttt_steps"):
         plan_head(settings, target, TokenMap.identity(target.vocab_size))
     with pytest.raises(DraftDirError, match="no such folder"):
         plan_head(TrainSettings(init="nowhere/at/all"), target, TokenMap.identity(target.vocab_size))
@@ -251,9 +251,9 @@ def test_settings_that_do_not_suit_the_head_are_refused(target, tmp_path):
 def test_rules_of_the_key(tiny_run, tmp_path):
     path = tiny_run / "recipe.yaml"
     for override, says in (
-        ("train.head.init=random", "train.head.init = 'random'.*train.init: null"),
-        ("train.init=native", "train.init = 'native', but a head, or train.head.init=native, is needed"),
-        ("train.head.lm_head=random", "train.head.lm_head = 'random'"),
+        ("train.head.init=random", r"train\.head\.init = .random.*train\.init=null"),
+        ("train.init=native", r"train\.init = .native.*train\.head\.init=native"),
+        ("train.head.lm_head=random", r"train\.head\.lm_head = .random"),
         (f"train.init={tiny_run}/ckpt", "train.init = .*outside of run_dir"),
     ):
         with pytest.raises(RecipeError, match=says):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.infer.drafters.choose_drafter import Lookup
-from toolkit.infer.drafters.searched_shape import SearchedShape
+from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED, SearchedShape
 from toolkit.infer.drafters.step_costs import ArmTime, LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -14,7 +14,8 @@ from toolkit.infer.request.request import Request
 
 MOST = DraftShape(4, 3, 12)
 TREE, CHAIN = DraftShape(2, 3, 6), DraftShape.chain(3)
-WINNERS = {1: "2,3,6", 2: "plain", 4: "3,1,4", 5: "adaptive"}
+BY_ROWS = {1: "2,3,6", 2: "plain", 4: "3,1,4", 5: "adaptive"}
+WINNERS = {GREEDY: BY_ROWS, SAMPLED: BY_ROWS}
 PROMPTS = [[5, 9, 1, 7], [3, 2], [17, 4, 4, 8, 1], [9, 9, 2], [6, 1, 3], [8, 2, 5, 5, 1, 1]]
 
 
@@ -55,7 +56,7 @@ def test_lookup_drafts_in_a_winners_place_only_if_it_was_asked_for():
     known = [ArmTime(1, None, 0.0, 1.0), ArmTime(1, TREE, 0.1, 1.1)]
     request, sure = [Request([1], SamplingParams())], [[1.0, 1.9, 2.8, 3.7, 4.6]]
     for asked in (False, True):
-        chooser = SearchedShape(MOST, known, {1: "plain"}, lookup=asked)
+        chooser = SearchedShape(MOST, known, {GREEDY: {1: "plain"}}, lookup=asked)
         arms = [chooser.choose(request, sure) for _ in range(3)]
         assert all(isinstance(arm, LookupArm) == asked and not chooser.probe_due for arm in arms)
         assert asked or arms == [None] * 3
@@ -63,7 +64,7 @@ def test_lookup_drafts_in_a_winners_place_only_if_it_was_asked_for():
 
 def test_a_smaller_limit_cuts_the_winner():
     """`set_shape` below what was found; the rates of a shape that is none of the usual ones are estimated too."""
-    chooser = SearchedShape(DraftShape.chain(2), [], {1: "2,3,6", 4: "3,1,4"})
+    chooser = SearchedShape(DraftShape.chain(2), [], {GREEDY: {1: "2,3,6", 4: "3,1,4"}})
     one = Request([1], SamplingParams())
     assert chooser.choose([one]) == DraftShape.chain(2)
     assert chooser.choose([one, one]) == DraftShape.chain(2)

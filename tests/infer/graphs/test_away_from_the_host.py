@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +46,9 @@ def test_a_round_touches_nothing_of_the_host(small_target, build, monkeypatch, n
     config = small_target.config
     width = config.hidden_size // config.num_attention_heads
     kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, width, torch.float32, torch.device("meta"))
+    probe = SimpleNamespace(kv_shape=lambda *_given: kv_shape, scorings={})
     # Both look at numbers, once, before any round.
-    monkeypatch.setattr(TargetForward, "_probe_layers", lambda self: kv_shape)
+    monkeypatch.setattr(TargetForward, "_probe_layers", lambda self: probe)
     monkeypatch.setattr(TargetForward, "compare_logits", lambda self, *given: None)
     draft = build(name)
     draft = replace(draft, head=copy.deepcopy(draft.head).to("meta"))

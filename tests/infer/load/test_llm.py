@@ -99,7 +99,7 @@ def test_details_come_only_where_there_are_any(llm):
         ({"cuda_graph_max_bs": 3}, "graphs need a GPU"),
         ({"torch_compile_max_bs": 3}, "`torch_compile_max_bs` is 3, but"),
         ({"disable_overlap_schedule": True}, "`disable_overlap_schedule` is set, but"),
-        ({"max_batch": 3}, "`max_batch` is not an option of the engine; did you mean `max_running_requests`"),
+        ({"max_runing_requests": 3}, "is not an option of the engine; did you mean `max_running_requests`"),
         ({"mem_fraction_static": 1.5}, "mem_fraction_static` is 1.5"),
         (
             {"mem_fraction_static": 0.5, "max_total_tokens": 640},

@@ -39,7 +39,8 @@ class Followed:
     def mark_nonfinite(self, hidden: Tensor) -> None:
         """Set `offered` to -1 in rows whose hidden states [B, N, H] have NaN or infinity: so have their logits, and
         rows that read their keys."""
-        self.numbers[:, 1].masked_fill_(~hidden.flatten(1).sum(1, dtype=torch.float32).isfinite(), -1)
+        largest = torch.linalg.vector_norm(hidden.flatten(1), ord=torch.inf, dim=1)  # one kernel; NaN stays
+        self.numbers[:, 1].masked_fill_((largest < torch.inf).logical_not(), -1)
 
     @property
     def accepted(self) -> Tensor:
