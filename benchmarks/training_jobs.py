@@ -248,7 +248,7 @@ def start_tokens(trainer: Any) -> int:
     if trainer.settings.start != "target":
         return 0
     batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
-    columns = trainer.model.module.head.warm_start().columns
+    columns = trainer.model.module.head.warm_start().solved.in_features
     taken = regression_batches(batches, columns, trainer.settings.head.start_tokens)
     return sum(int(batch.response.sum()) for batch in taken)
 
