@@ -147,9 +147,12 @@ class Trainer:
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
         return prepared(
             self.accelerator,
-            trained_head(self.plan, settings, head, self.side.teacher),
+            self._trained(head),
             build_optimizer(head, settings),
         )
+
+    def _trained(self, head: Any) -> torch.nn.Module:
+        return trained_head(self.plan, self.settings, head, self.side.teacher)
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)

@@ -33,7 +33,8 @@ class RealAcceptance:
     """The measurement of one draft shape at one temperature.
 
     accept_length: None without verify steps. interval: 95 %, bootstrap over prompts; None if fewer than two prompts
-    have verify steps. tokens: written by all prompts. tokens_per_s: output tokens a second, prefill included.
+    have verify steps. tokens: written by all prompts. by_prompt: tokens committed by the counted verify steps of each
+    prompt, and their number. tokens_per_s: output tokens a second, prefill included.
     """
 
     shape: DraftShape
@@ -41,6 +42,7 @@ class RealAcceptance:
     stats: AcceptanceStats
     interval: tuple[float, float] | None
     tokens: int
+    by_prompt: list[tuple[int, int]]
     seconds: float
 
     @property
@@ -153,6 +155,7 @@ class Measurement:
             temperature=temperature,
             stats=summarise(event for request in requests for event in request.events),
             interval=ratio_interval(*zip(*by_prompt, strict=True)),
+            by_prompt=by_prompt,
             tokens=sum(len(request.output_ids) for request in requests),
             seconds=seconds,
         )
