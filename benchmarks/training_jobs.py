@@ -262,7 +262,7 @@ def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) 
         "interval": real.interval,
         "by_prompt": real.by_prompt,
         "accept_rate": [None if math.isnan(rate) else rate for rate in real.stats.accept_rate],
-        "prompts": len(prompts.prompts),
+        "prompts": len(prompts),
         "verify_steps": real.stats.verify_steps,
     }
 
