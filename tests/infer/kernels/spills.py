@@ -140,6 +140,17 @@ def entries(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     OPS.rms_norm(there(16, 8192, dtype=dtype), there(8192, dtype=dtype), 1e-6, 0.0, True)
 
 
+def fused_layer(rows: int, dtype: torch.dtype) -> None:
+    """What a fused layer of Llama-3.1-8B takes beside attention, and a product of a float8 head."""
+    x, joined = there(rows, 4096, dtype=dtype), there(1, rows, 6144, dtype=dtype)
+    OPS.linear(x, there(6144, 4096, dtype=dtype), None, None)
+    OPS.linear(x, there(4096, 4096, dtype=dtype), None, x)
+    OPS.gated_linear(x, there(28672, 4096, dtype=dtype))
+    OPS.scaled_product(x, there(32000, 4096, dtype=torch.float8_e4m3fn), there(32000, dtype=FP32))
+    turn, pages = there(1, rows, 128, dtype=dtype), pages_of(8, 128, dtype, 1, 4096)
+    OPS.rotate_joined(joined, turn, turn, (32, 8), None, pages, there(1), 0)
+
+
 def attention_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, dtype and launches."""
     for model in MODELS if every else TYPICAL:
@@ -164,6 +175,7 @@ def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         for size in (4096, 14336, 128256):
             yield f"product of 4096 by {size}", name, partial(product, 4096, size, dtype)
         yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
+        yield "a fused layer of Llama-3.1-8B", name, partial(fused_layer, 4, dtype)
     for k, steps, nodes in ((3, 3, 8), (8, 7, 32), (10, 7, 64))[0 if every else 1 :]:
         yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
     yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))

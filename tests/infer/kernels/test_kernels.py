@@ -54,6 +54,7 @@ SPILLED = {
     "_forward": {"bf16": 52, "fp32": 96},
     "_queries_part": {"fp32": 200},
     "_keys_part": {"bf16": 64, "fp32": 312},
+    "_merge": {"bf16": 4},  # of Triton 3.9, at heads of 256
 }
 # Bytes of shared memory that a block can have; for sm_80 those of sm_86 and sm_89, whose kernels are the same.
 SHARED = {80: 101376, 90: 232448}
@@ -133,6 +134,8 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
 def test_kernel_compiles_for_gpus(capability: int, group: str) -> None:
     """The interpreter takes what the compiler refuses, and knows no limit of shared memory; compiling needs no GPU."""
     found = outcomes("compile", str(capability))[group]
+    if group == "scaled_product" and capability < 89:
+        return  # no float8 there, and none is chosen (float8_linear.takes)
     assert found["wrong"] is None, found["wrong"]
     assert found["count"] == ALL[group][1]
 
