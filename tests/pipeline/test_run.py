@@ -169,7 +169,7 @@ def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home
     out = finish(start(home, "run_dir=runs/changed", "bench.max_tokens=6", "train.save_every=7"))
     assert out.count("skipped, up to date") == 4 and "bench.max_tokens changed from 10 to 6" in out
     out = finish(start(home, "run_dir=runs/changed", "rollouts.deterministic=true", "--until", "rollouts"))
-    assert out.count("skipped, up to date") == 1 and "rollouts.deterministic changed from None to True" in out
+    assert out.count("skipped, up to date") == 1 and "rollouts.deterministic changed from False to True" in out
     rows = [json.loads(line) for line in (home / "runs/changed/rollouts/rollouts.jsonl").read_text().splitlines()]
     assert rows and all(row["provenance"]["deterministic"] for row in rows), "none of before"
 
@@ -181,7 +181,7 @@ def test_a_run_that_starts_from_a_head(finished: tuple[Path, str], home: Path) -
     head = Path(shutil.copytree(finished[0] / "ckpt", home / "head"))
     line = ("run_dir=runs/adapted", "train.init=head")
     out = finish(start(home, *line))
-    assert "train.init_from changed from None to head" in out and " before training)" in out
+    assert "train.init changed from None to head" in out and " before training)" in out
     assert out.count("skipped, up to date") == 3
     init = json.loads((folder / "ckpt" / "config.json").read_text())["toolkit"]["init"]
     assert init == json.loads((folder / "ckpt" / "measured.json").read_text())["init"] and init["name"] == "head"
