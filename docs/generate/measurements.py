@@ -43,7 +43,7 @@ slower than plain decoding are shown, too. A record has its command, settings an
 TAIL = """
 ## What has no record
 
-- The speed of training on a GPU, and of real models: [what ran there](performance.md#on-a-gpu).
+- The speed of real models on a GPU: [what ran there](performance.md#on-a-gpu).
 """
 
 

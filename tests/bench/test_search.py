@@ -27,14 +27,10 @@ from toolkit.bench.search import (
 )
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.step_times import (
-    DRAFT_TURNS,
-    TURN_ROUNDS,
     Parts,
     StepTimes,
-    _Batch,
     _step_times,
     covering_shapes,
-    measure_draft_times,
     measure_step_times,
 )
 from toolkit.infer.engine.engine import Engine
@@ -260,31 +256,6 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
         assert [one.accept_length for one in measured[2:]] == pytest.approx(
             [shortened.forecast(one.shape).accept_length for one in chosen]
         )
-
-
-def test_drafts_are_timed_in_turns(tiny_target, tiny_draft, monkeypatch):
-    """Plain decoding and every draft take turns of some rounds, each time from the next one on: a machine that becomes
-    slower slows all alike. They verify alike, so only drafting and the host's part tell them apart."""
-    ran, timed = [], _Batch.round
-
-    def noted(self, shape=None):
-        ran.append(id(self))
-        seconds = float(len(ran))  # the later, the slower
-        timed(self, shape)
-        return Parts(0.0 if shape is None else seconds, seconds, 0.0)
-
-    monkeypatch.setattr(_Batch, "round", noted)
-    trial = Trial(tiny_target, tiny_draft, (), Sampling(20, 0.0, 0), EngineConfig(max_running_requests=1))
-    plain, rounds = measure_draft_times(trial, [tiny_draft, tiny_draft], CHAIN, [(5, 6, 7)])
-    blocks = [ran[at : at + 1 + TURN_ROUNDS] for at in range(3, len(ran), 1 + TURN_ROUNDS)]
-    assert len(blocks) == 3 * DRAFT_TURNS and all(len(set(block)) == 1 for block in blocks), "a turn is one mode's"
-    turns = [ran[:3], *([block[0] for block in blocks[at : at + 3]] for at in range(0, len(blocks), 3))]
-    assert turns[0] == turns[3] and len(set(turns[0])) == 3 and turns[1] == [*turns[0][1:], turns[0][0]]
-    middle = len(ran) / 2 + 2  # the first rounds are not timed
-    near = 1 + TURN_ROUNDS
-    assert plain.draft_s == 0.0 and abs(plain.verify_s - middle) <= near
-    assert all(abs(one.draft_s - middle) <= near for one in rounds), "neither is the later one"
-    assert rounds[0].verify_s == rounds[1].verify_s
 
 
 def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):

@@ -30,7 +30,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
-TURNS, DRAFT_TURNS = 3, 6  # turns of a shape; of a draft, where small differences decide. One more is not timed
+TURNS = 3  # of a shape; one more is not timed
 TURN_ROUNDS = 3  # timed rounds of a turn, after one that is not timed
 AGAIN_TURNS = 6  # further turns of the shapes that matter
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
@@ -160,19 +160,6 @@ def _rising(rounds: Mapping[int, Sequence[Parts]], part: str) -> dict[int, float
             weight, sizes = heavy + weight, others + sizes
         pools.append((value, weight, sizes))
     return {size: value for value, _, sizes in pools for size in sizes}
-
-
-def measure_draft_times(
-    trial: Trial, drafts: Sequence[Draft], shape: DraftShape, texts: Sequence[Sequence[int]]
-) -> tuple[Parts, list[Parts]]:
-    """Times rounds of one shape with each of the drafts, all in turns with plain rounds.
-
-    Returns a plain round and one of each draft. They verify the same number of nodes, so their verification is the
-    median over all of them. Other arguments as those of `measure_step_times`."""
-    with _batches(trial, [None, *drafts], shape, texts) as (plain, *drafting):
-        plain_rounds, *rounds = _in_turns([(plain, None), *((one, shape) for one in drafting)], DRAFT_TURNS)
-    verify_s = _median([one for own in rounds for one in own]).verify_s
-    return replace(_median(plain_rounds), draft_s=0.0), [replace(_median(own), verify_s=verify_s) for own in rounds]
 
 
 @contextmanager
