@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -152,7 +151,7 @@ def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_pat
 
 
 @pytest.fixture
-def traced_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+def traced_programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """--torch-compile traces the layers of eager rounds, and the graphs run as they are: no C++ compiler, no minute.
     Returns the graphs."""
     from toolkit.infer.graphs import compiled_forward
@@ -165,5 +164,4 @@ def traced_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.G
 
     monkeypatch.setattr(compiled_forward, "CompileSettings", partial(compiled_forward.CompileSettings, backend=backend))
     torch.compiler.reset()  # what another backend made is not taken
-    with torch.compiler.set_stance("default"):  # a training with Muon on a CPU sets another one
-        yield graphs
+    return graphs

@@ -36,6 +36,7 @@ from toolkit.train.optimizer import (
     set_learning_rates,
     total_steps,
     unroll_steps,
+    without_compiling,
 )
 from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
@@ -273,9 +274,9 @@ class Trainer:
                 batch = self._micro_batch(mine[start : start + size], indices[0])
                 drawn = anchors_of(self.plan, settings, self.recipe.seed, step, start)
                 loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn, self.clock)
-                with self.clock.part("head"):
+                with self.clock.part("head"), without_compiling():
                     accelerator.backward(loss * scale)
-                self.optimizer.step()
+                    self.optimizer.step()
                 self.optimizer.zero_grad()
                 totals += torch.cat(sums)
         losses, right, reached, passed = accelerator.reduce(totals, "sum").cpu().split(k)

@@ -10,6 +10,7 @@ DeepSpeed's, which can orthogonalise whole matrices under ZeRO's flat partitions
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -48,9 +49,6 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
         return torch.optim.AdamW([parameter for _, parameter in named], fused=True, **adamw)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    if not torch.cuda.is_available():
-        # DeepSpeed compiles Newton-Schulz. On a CPU that needs a C++ compiler and a minute, and gains nothing.
-        torch.compiler.set_stance("force_eager")
     for name, parameter in named:  # DeepSpeed reads this mark
         parameter.use_muon = parameter.dim() == 2 and name not in ADAMW_MATRICES  # type: ignore[attr-defined]
     matrices, others = ([one for _, one in named if one.use_muon == muon] for muon in (True, False))  # type: ignore[attr-defined]
@@ -65,6 +63,12 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
         "ns_method": "standard" if settings.precision == "bf16" else "gram",
     }
     return MuonWithAuxAdam([muon, {"params": others, "use_muon": False, **adamw}])
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """For the steps of a training: DeepSpeed compiles Muon's Newton-Schulz. On a CPU that needs a C++ compiler and a
+    minute, and gains nothing."""
+    return nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
 
 
 def gradient_clip(settings: TrainSettings) -> float:

@@ -35,13 +35,6 @@ LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def compiling():
-    """A training with Muon on a CPU tells torch to compile nothing in its process, which tests share."""
-    with torch.compiler.set_stance("default"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def own_target(small_target: Target) -> Target:
     """A model of its own: transformers leaves hooks on a model that was asked for its hidden states, as other tests do,

@@ -168,8 +168,7 @@ def test_an_update_keeps_traced_programs(folders, case, traced_programs):
 @pytest.mark.parametrize("case", ["eagle3", "blocks", "int8-blocks"])
 def test_an_update_keeps_compiled_programs(folders, case):
     torch.compiler.reset()
-    with torch.compiler.set_stance("default"):
-        checked_update(folders, {"shape": "3,1,4", "torch_compile": True}, folders.new, **options(folders, case))
+    checked_update(folders, {"shape": "3,1,4", "torch_compile": True}, folders.new, **options(folders, case))
 
 
 def test_weights_that_do_not_fit_change_nothing(folders):
