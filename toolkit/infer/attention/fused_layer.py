@@ -1,11 +1,12 @@
-"""One fused decoder layer for Llama and the families that share its layer (Mistral, Qwen2, Qwen3), on a GPU.
+"""One fused decoder layer for Llama and the families that share its layer (Mistral, Qwen2, Qwen3).
 
     norm | q, k, v in one product | rotation and write to the cache | attention | product + residual
     norm | gate, up in one product, silu(gate) * up                 |             product + residual
 
-transformers runs some thirty operations for it. A layer is recognised by its class, its parts and what it computes: a
-float32 copy of one layer of each class must give the same numbers fused. Layers of other families run as they are; some
-have Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
+transformers runs some thirty operations for it. On a GPU they are Triton kernels; on a CPU two native calls around the
+attention, for packed bfloat16 or int8 weights. A layer is recognised by its class, its parts and what it computes: one
+layer of each class must give the same numbers fused (on a GPU a float32 copy of it). Layers of other families run as
+they are; some have Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
 
 Shapes: B rows, N tokens per row, H hidden size, K inputs and O outputs of a product, I intermediate size.
 """
@@ -32,7 +33,7 @@ CLASSES = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 TRIAL = 5  # tokens of the comparison
-LARGEST_ERROR = 1e-4  # of the layer's contribution in float32
+LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the layer's contribution
 enabled = True  # benchmarks switch it off
 
 
@@ -121,20 +122,22 @@ class FusedLayers:
     def __init__(self, target: Target, scorings: Mapping[int, Scoring], places: Mapping[int, int]) -> None:
         ops, checked = ops_for(target.device.type), dict[type, bool]()
         self._calls: dict[nn.Module, Callable[..., Tensor]] = {}
-        if not enabled or ops.rms_norm is reference.rms_norm:
+        self._by_kernels = enabled and ops.rms_norm is not reference.rms_norm
+        if not enabled or (ops.decoder_layer is None and not self._by_kernels):
             return
         for number, layer in enumerate(target.layers):
             scoring = scorings.get(number)
             if scoring is None or scoring.sinks is not None or not _has_parts(layer):
                 continue
             if type(layer) not in checked:
-                checked[type(layer)] = _computes_the_same(target, layer, scoring)
-            if checked[type(layer)]:
-                self._calls[layer] = FusedLayer(layer, places[number], scoring, ops)
+                checked[type(layer)] = _computes_the_same(target, layer, scoring, ops)
+            call = _fused(layer, places[number], scoring, ops) if checked[type(layer)] else None
+            if call is not None:
+                self._calls[layer] = call
 
     def multiplies(self, linear: nn.Module) -> bool:
         """Whether the op `linear` may compute this layer: there are fused layers, and the layer is a plain one."""
-        return bool(self._calls) and _is_plain(linear)
+        return self._by_kernels and bool(self._calls) and _is_plain(linear)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -149,13 +152,23 @@ class FusedLayers:
                 layer.__dict__.pop("forward", None)
 
 
+def _fused(layer: Any, place: int, scoring: Scoring, ops: Ops) -> Callable[..., Tensor] | None:
+    """The fused forward of a layer with Llama's parts; None if its weights are of another kind."""
+    if ops.decoder_layer is not None:
+        return ops.decoder_layer(layer, place, scoring)
+    return FusedLayer(layer, place, scoring, ops) if _has_plain_parts(layer) else None
+
+
 def _has_parts(layer: Any) -> bool:
-    """Whether the layer is of a known class and has its parts, with plain linear layers that nothing hooks into."""
+    """Whether the layer is of a known class and has its parts."""
     of_transformers = type(layer).__module__.startswith("transformers.models.")
     if not of_transformers or type(layer).__name__ not in CLASSES or "forward" in layer.__dict__:
         return False
-    if {name for name, _ in layer.named_children()} != PARTS:
-        return False
+    return {name for name, _ in layer.named_children()} == PARTS
+
+
+def _has_plain_parts(layer: Any) -> bool:
+    """Whether the layer's parts are plain linear layers that nothing hooks into, and norms of a known form."""
     parts = [(layer.self_attn, OF_ATTENTION), (layer.mlp, OF_MLP)]
     linears: list[Any] = [getattr(owner, name, None) for owner, names in parts for name in names]
     if not all(map(_is_plain, linears)) or any(one.bias is not None for one in linears[4:6]):
@@ -179,21 +192,24 @@ class _Uncached:
 
 
 @torch.no_grad()
-def _computes_the_same(target: Target, layer: nn.Module, scoring: Scoring) -> bool:
-    """Compare a float32 copy of the layer with its fused form by what each adds to random numbers."""
+def _computes_the_same(target: Target, layer: nn.Module, scoring: Scoring, ops: Ops) -> bool:
+    """Compare a layer with its fused form by what each adds to random numbers; on a GPU a float32 copy of it."""
     rotary = getattr(target.body, "rotary_emb", None)
+    exact, dtype = layer, target.dtype
+    if ops.decoder_layer is None:
+        exact, dtype, ops = copy.deepcopy(layer).float(), torch.float32, REFERENCE
     if rotary is None:
         return False
     device, generator = target.device, torch.Generator().manual_seed(0)
-    x = torch.randn(2, TRIAL, target.hidden_size, generator=generator).to(device)
+    x = torch.randn(2, TRIAL, target.hidden_size, generator=generator).to(device, dtype)
     at = torch.arange(TRIAL, device=device).expand(2, -1)
     rotation = rotary(x, at)
     if not isinstance(rotation, tuple) or len(rotation) != 2:
         return False
-    exact = copy.deepcopy(layer).float()
     metadata: dict[str, Any] = {"position_embeddings": rotation, "attention_metadata": _Uncached()}
     theirs = exact(x, attention_mask=None, position_ids=at, **metadata)
-    if not isinstance(theirs, Tensor):
+    call = _fused(exact, 0, scoring, ops)
+    if call is None or not isinstance(theirs, Tensor):
         return False
-    ours = FusedLayer(exact, 0, scoring, REFERENCE)(x, **metadata)
-    return ((ours - theirs).norm() <= LARGEST_ERROR * (theirs - x).norm()).item()
+    ours = call(x, **metadata)
+    return ((ours - theirs).norm() <= LARGEST_ERROR[dtype] * (theirs - x).norm()).item()

@@ -28,7 +28,8 @@ log = get_logger(__name__)
 LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "vectors.h"))  # all files may include them
+# All files may include them.
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "product.h", "vectors.h"))
 INSTEAD = "PyTorch's slower operators are used instead"
 
 

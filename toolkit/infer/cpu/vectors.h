@@ -51,6 +51,8 @@ inline Words rounded(Floats values) {
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
+inline Floats rounded_to_bf16(Floats values) { return (Floats)(rounded(values) & 0xffff0000u); }
+
 inline void store(bf16* to, Floats values, int64_t count = LANES) {
   const Halves out = __builtin_convertvector(rounded(values) >> 16, Halves);
   memcpy(to, &out, 2 * count);

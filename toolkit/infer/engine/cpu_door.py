@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
-from toolkit.infer.cpu import attention, blocked_product
+from toolkit.infer.cpu import attention, blocked_product, decoder_layer
 from toolkit.infer.cpu.joined_product import merge_equal_products
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.cpu.quantize import QUANTIZATIONS, quantize_head, quantize_model
@@ -46,9 +46,10 @@ def compile_flags() -> dict[str, str | int | bool | Callable[..., Any]]:
 
 
 def install_native_ops(device: torch.device) -> None:
-    """Install the C++ attention for few new nodes if the device is a CPU."""
+    """Install the C++ attention for few new nodes and the C++ decoder layer if the device is a CPU."""
     if device.type == "cpu":
-        install("cpu", replace(REFERENCE, row_attention=attention.row_attention))
+        native = {"row_attention": attention.row_attention, "decoder_layer": decoder_layer.decoder_layer}
+        install("cpu", replace(REFERENCE, **native))
 
 
 def load_target(
@@ -144,6 +145,8 @@ def native_functions() -> list[tuple[Any, str]]:
     """Return the C++ libraries of this machine, each with the name of a function that Python calls in a round."""
     libraries = {
         "toolkit_blocked_product": blocked_product.load_library(),
+        "toolkit_before_attention": decoder_layer.load_library(),
+        "toolkit_after_attention": decoder_layer.load_library(),
         **dict.fromkeys(attention.FUNCTIONS.values(), attention.load_library()),
     }
     return [(library, name) for name, library in libraries.items() if library is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.heads import layer_ops
 from toolkit.infer.kernels import batch_invariant, paged_reference, reference, sampling_reference, tree_reference
-from toolkit.infer.kernels.paged_reference import Pages
+from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import Beams, Followed, Ranked
 from toolkit.log import get_logger
 
@@ -33,6 +33,8 @@ class Ops:
 
     paged_width: widest head for which attention reads pages in place; 0: gather pages instead, which is faster.
     row_attention: attention of few new nodes over contiguous cache rows in one call; None: not available.
+    decoder_layer: a layer, its place in the cache and its attention's scoring -> its forward by native calls; None: not
+    available.
     """
 
     argmax: Callable[[Tensor], Tensor]
@@ -58,6 +60,7 @@ class Ops:
     rank_candidates: Callable[..., Ranked]
     paged_width: int
     row_attention: ChooseRowAttention | None = None
+    decoder_layer: Callable[[Any, int, Scoring], Callable[..., Tensor] | None] | None = None
 
 
 OLDEST = (8, 0)  # compute capability of the Triton kernels: their products are in bfloat16 or tf32

@@ -1,0 +1,141 @@
+// A decoder layer of Llama and the families that share it, without its attention, in two calls: before and after it.
+//
+//     before   qkv = norm(x) w^T + b; queries and keys are rotated in place, after their own norms (Qwen3)
+//     after    h = x + attended w^T;  out = h + (silu(g) * u) w^T, where g, u = norm(h) w^T
+//
+// Threads start once a call. Every result is rounded to bfloat16 where transformers rounds it. A row's result does not
+// depend on the other rows, nor on the number of threads (see product.h).
+//
+// Shapes: M rows, H hidden size, Hq/Hkv heads of D, I intermediate size; all bfloat16 and contiguous.
+
+#include <algorithm>
+#include <cmath>
+
+#include "product.h"
+
+namespace at {
+int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
+}
+
+namespace {
+
+struct Norm {
+  const bf16* weight;  // null: there is none
+  double eps;
+};
+
+// Its fields, in this order, are those of decoder_layer.py.
+struct Layer {
+  Linear qkv, out, gate_up, down;
+  Norm before, after, queries, keys;
+  int64_t H, Hq, Hkv, D, I;
+};
+
+inline Floats rounded_load(const bf16* from, Floats factor) { return rounded_to_bf16(load(from) * factor); }
+
+// x [size] -> to, which may be x.
+inline void rms_norm(const bf16* x, const Norm& norm, int64_t size, bf16* to) {
+  Floats squares = {};
+  for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+  const Floats factor = Floats{} + 1 / std::sqrt(sum(squares) / size + float(norm.eps));
+  for (int64_t i = 0; i < size; i += LANES) store(to + i, rounded_load(x + i, factor) * load(norm.weight + i));
+}
+
+// One head [D] in place; cos and sin [D].
+inline void rotate(bf16* head, const bf16* cos, const bf16* sin, int64_t D) {
+  for (int64_t i = 0; i < D / 2; i += LANES) {
+    bf16* const other = head + D / 2 + i;
+    const Floats low = load(head + i), high = load(other);
+    store(head + i, rounded_to_bf16(low * load(cos + i)) + rounded_to_bf16(-high * load(sin + i)));
+    store(other, rounded_to_bf16(high * load(cos + D / 2 + i)) + rounded_to_bf16(low * load(sin + D / 2 + i)));
+  }
+}
+
+inline Floats silu(Floats x) {
+  const Floats e = exponential(x > 0 ? -x : x);  // of -|x|: no overflow
+  return (x > 0 ? x : x * e) / (1 + e);
+}
+
+// Rooms of the calling thread, for its whole team; they grow.
+struct Room {
+  std::vector<bf16> normed, middle, both, gated;
+  std::vector<char> inputs;
+
+  void reserve(int64_t M, const Layer& layer) {
+    const auto grow = [](auto& held, int64_t size) {
+      if (int64_t(held.size()) < size) held.resize(size);
+    };
+    grow(normed, M * layer.H);
+    grow(middle, M * layer.H);
+    grow(both, M * 2 * layer.I);
+    grow(gated, M * layer.I);
+    const int64_t widest = std::max(std::max(layer.H, layer.I), layer.Hq * layer.D);
+    grow(inputs, 4 * M * widest);
+  }
+};
+
+Room& room_for(int64_t M, const Layer& layer) {
+  static thread_local Room room;
+  room.reserve(M, layer);
+  return room;
+}
+
+void team_product(const Linear& linear, const bf16* x, int64_t M, Room& room, bf16* y, const bf16* residual) {
+  if (linear.scale)
+    team_product<Int8>(linear, Inputs<Int8>{x, M, linear.K, room.inputs.data()}, true, y, residual);
+  else
+    team_product<Bfloat16>(linear, Inputs<Bfloat16>{x, M, linear.K, room.inputs.data()}, true, y, residual);
+}
+
+void team_norm(const bf16* x, const Norm& norm, int64_t M, int64_t H, bf16* to) {
+#pragma omp for schedule(static)
+  for (int64_t m = 0; m < M; m++) rms_norm(x + m * H, norm, H, to + m * H);
+}
+
+// gates and ups, both [M, 2 I] -> silu(gates) * ups [M, I].
+void team_gated(const bf16* both, int64_t M, int64_t I, bf16* to) {
+#pragma omp for schedule(static)
+  for (int64_t at = 0; at < M * I / LANES; at++) {
+    const int64_t m = at * LANES / I, i = at * LANES % I;
+    const bf16* const gates = both + m * 2 * I + i;
+    store(to + m * I + i, rounded_to_bf16(silu(load(gates))) * load(gates + I));
+  }
+}
+
+}  // namespace
+
+// x [M, H], cos and sin [M, D] -> qkv [M, Hq + 2 Hkv, D].
+extern "C" void toolkit_before_attention(const Layer* of, const bf16* x, const bf16* cos, const bf16* sin, bf16* qkv,
+                                         int64_t M) {
+  const Layer& layer = *of;
+  Room& room = room_for(M, layer);
+  const int64_t D = layer.D, heads = layer.Hq + layer.Hkv;
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    team_norm(x, layer.before, M, layer.H, room.normed.data());
+    team_product(layer.qkv, room.normed.data(), M, room, qkv, nullptr);
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < M * heads; at++) {
+      const int64_t m = at / heads, h = at % heads;
+      bf16* const head = qkv + (m * (heads + layer.Hkv) + h) * D;
+      const Norm& norm = h < layer.Hq ? layer.queries : layer.keys;
+      if (norm.weight) rms_norm(head, norm, D, head);
+      rotate(head, cos + m * D, sin + m * D, D);
+    }
+  }
+}
+
+// x [M, H], attended [M, Hq * D] -> y [M, H].
+extern "C" void toolkit_after_attention(const Layer* of, const bf16* x, const bf16* attended, bf16* y, int64_t M) {
+  const Layer& layer = *of;
+  Room& room = room_for(M, layer);
+  bf16 *const middle = room.middle.data(), *const normed = room.normed.data(), *const both = room.both.data();
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    team_product(layer.out, attended, M, room, middle, x);
+    team_norm(middle, layer.after, M, layer.H, normed);
+    team_product(layer.gate_up, normed, M, room, both, nullptr);
+    team_gated(both, M, layer.I, room.gated.data());
+    team_product(layer.down, room.gated.data(), M, room, y, middle);
+  }
+}
