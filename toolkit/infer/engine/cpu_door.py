@@ -48,8 +48,8 @@ def compile_flags() -> dict[str, str | int | bool | Callable[..., Any]]:
 def install_native_ops(device: torch.device) -> None:
     """Install the C++ attention for few new nodes and the C++ decoder layer if the device is a CPU."""
     if device.type == "cpu":
-        native = {"row_attention": attention.row_attention, "decoder_layer": decoder_layer.decoder_layer}
-        install("cpu", replace(REFERENCE, **native))
+        ops = replace(REFERENCE, row_attention=attention.row_attention, decoder_layer=decoder_layer.decoder_layer)
+        install("cpu", ops)
 
 
 def load_target(
