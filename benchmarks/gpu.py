@@ -48,8 +48,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_forward import CompileSettings
-from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.graphs.recordings import WARM_UPS, Capture, Run
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
@@ -262,11 +261,11 @@ class Sizes:
 
 def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | None) -> Engine:
     """capture: how rounds are recorded; None: as CUDA graphs."""
-    graphs = None
+    compiled_forward.BACKEND = sizes.backend
+    how: dict[str, Any] = {"disable_cuda_graph": True}
     if mode.how != "eager":
-        compiled = CompileSettings(sizes.batch, sizes.backend) if mode.how == "compiled" else None
-        # Only what is measured is recorded: every graph takes time and memory.
-        graphs = GraphSettings(sizes.batch, capture, compiled, overlap=mode.how != "graph-serial", at_start=False)
+        how = {"cuda_graph_max_bs": sizes.batch, "disable_overlap_schedule": mode.how == "graph-serial"}
+        how |= {"torch_compile": True, "torch_compile_max_bs": sizes.batch} if mode.how == "compiled" else {}
     engine = Engine(
         subject.target,
         None if mode.shape is None else subject.draft,
@@ -274,7 +273,9 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         max_running_requests=sizes.batch,
         context_length=sizes.longest + sizes.room(subject, mode),
         memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False, scattered_pages=True),
-        graphs=graphs,
+        capture=capture,
+        short_lived=True,  # only what is measured is recorded: every graph takes time and memory
+        **how,
         forced=subject.forced,
     )
     if sizes.whole_prompts:
@@ -399,7 +400,7 @@ class Clock:
 
 
 class RoundParts:
-    """Stamps of one engine's rounds, and the capture of its recorded ones: GraphSettings(rows, RoundParts(clock))."""
+    """Stamps of one engine's rounds, and the capture of its recorded ones: `Engine(.., capture=RoundParts(clock))`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

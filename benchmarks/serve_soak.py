@@ -22,9 +22,9 @@ import httpx
 import uvicorn
 from serve import events, times
 
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.answer import Answer
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -162,6 +161,6 @@ def traced_programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModul
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(compiled_forward, "CompileSettings", partial(compiled_forward.CompileSettings, backend=backend))
+    monkeypatch.setattr(compiled_forward, "BACKEND", backend)
     torch.compiler.reset()  # what another backend made is not taken
     return graphs

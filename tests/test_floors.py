@@ -275,7 +275,7 @@ print(len(names))
 
 def test_llm_imports_without_a_server() -> None:
     """Who calls the engine from Python installs no web server, and gguf only to open a GGUF file."""
-    code = "from toolkit import LLM, SamplingParams; import toolkit.infer.load.worker_main; print(LLM.__name__)"
+    code = "from toolkit import LLM, SamplingParams; import toolkit.infer.load.load_engine; print(LLM.__name__)"
     assert output_without(OPTIONAL, code) == "LLM\n"
 
 

@@ -37,7 +37,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.infer.load.config import EngineConfig
+    from toolkit.infer.engine.config import EngineConfig
     from toolkit.infer.load.llm import LLM
     from toolkit.infer.request.params import SamplingParams
 
@@ -45,7 +45,7 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 _LAZY = {
-    "EngineConfig": "toolkit.infer.load.config",
+    "EngineConfig": "toolkit.infer.engine.config",
     "LLM": "toolkit.infer.load.llm",
     "SamplingParams": "toolkit.infer.request.params",
 }

@@ -10,7 +10,7 @@ from tables import code, plain, table
 
 from toolkit.cli import COMMANDS, command_parser, overview
 from toolkit.commands.model_arguments import OPTIONS
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 
 INTRODUCTION = """# Command line
 

@@ -12,7 +12,7 @@ from toolkit.bench.records import read_record, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import mode_name, print_acceptance
-from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, SamplingError
 from toolkit.infer.verify.forced import ForcedAcceptance

@@ -31,8 +31,8 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import round as engine_round
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify import verifiers
 from toolkit.targets.load import load_target

@@ -11,7 +11,7 @@ from toolkit.bench.acceptance import measure_acceptance
 from toolkit.bench.compare import compare_records, paired
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 

@@ -8,8 +8,8 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
 from toolkit.infer.cache.cache_size import ROOM
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 
 TALK = Prompt("1", "count", ("count apples and pears", "numbers and rivers", "spring"), "be short")

@@ -16,8 +16,8 @@ from toolkit.bench.forecast import forecast_surface, largest_shape, recorded, re
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.rollout_answers import rollout_answers
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head

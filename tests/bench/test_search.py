@@ -33,8 +33,8 @@ from toolkit.bench.step_times import (
     covering_shapes,
     measure_step_times,
 )
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError

@@ -22,7 +22,7 @@ from toolkit.bench.check import open_checked
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.native_mtp import find_native, load_native
-from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.facts import bare_facts, target_facts

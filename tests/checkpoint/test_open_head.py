@@ -9,7 +9,7 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import WeightsError

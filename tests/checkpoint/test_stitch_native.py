@@ -15,7 +15,7 @@ from toolkit.checkpoint.native_mtp import find_native, load_native
 from toolkit.cli import main
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.facts import read_tensors, target_facts, tensor_names

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from toolkit.cli import main
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import load_tensors, save_tensors

@@ -17,7 +17,7 @@ from toolkit.bench.records import read_record
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.commands.model_arguments import load_from
 from toolkit.heads.registry import head_class
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target

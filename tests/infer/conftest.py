@@ -54,7 +54,7 @@ class ScriptedEngine:
 
     @property
     def scheduler(self) -> SimpleNamespace:
-        """What engine_load.load_of reads of an engine's own."""
+        """What load_of reads of an engine's own."""
         memory = SimpleNamespace(pool=self._pool)
         return SimpleNamespace(running=self.running, waiting=self.waiting, reading=None, memory=memory, refused_rows=0)
 

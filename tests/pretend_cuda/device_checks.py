@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tests.pretend_cuda.device import CudaTensor, pretended_cuda
+from tests.pretend_cuda.device import pretended_cuda
 from tests.pretend_cuda.seen import CaptureError, MixedDevicesError, seen
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.paged_reference import Pages
@@ -26,25 +26,11 @@ def refuses(error: type[Exception], run: Callable[[], object]) -> bool:
     return False
 
 
-def its_tensors_say_cuda() -> None:
-    made = torch.arange(6, device="cuda").view(2, 3)
-    assert isinstance(made, CudaTensor) and made.device == torch.device("cuda", 0) and made.is_cuda
-    assert made.to("cuda") is made and made.cpu().device.type == "cpu"
-    for other in (torch.zeros_like(made), made.new_zeros(2), made.new_tensor([1.0]), torch.tensor([1], device="cuda")):
-        assert other.device == made.device
-    moved = torch.nn.Linear(3, 2).to("cuda").to(torch.bfloat16)
-    assert moved.weight.device == made.device and moved.weight.numbers.dtype == torch.bfloat16
-    assert moved(made.bfloat16()).dtype == torch.bfloat16
-
-
 def both_devices_in_one_operation_are_refused() -> None:
     here, there = torch.ones(2), torch.ones(2, device="cuda")
     assert refuses(MixedDevicesError, lambda: there + here)
     assert refuses(MixedDevicesError, lambda: torch.cat((there, here)))
     assert refuses(MixedDevicesError, lambda: here[torch.tensor([0], device="cuda")])
-    assert refuses(
-        MixedDevicesError, lambda: F.scaled_dot_product_attention(*(there.view(1, 2, 1),) * 2, here[None, :, None])
-    )
     pages = Pages(*(there.view(2, 1, 1),) * 2, table=torch.tensor([[0, 1]]), page_size=1, span=2)
     starts = torch.zeros(1, dtype=torch.long, device="cuda")
     assert refuses(
@@ -56,9 +42,8 @@ def both_devices_in_one_operation_are_refused() -> None:
 def reads_are_noted() -> None:
     values = torch.arange(3.0, device="cuda")
     for read in (
-        values.tolist, values.cpu, values[1].item, lambda: bool(values[1] > 0), lambda: values[values > 1],
-        values.nonzero, lambda: torch.equal(values, values), torch.cuda.Event().synchronize, torch.cuda.synchronize,
-        lambda: torch.empty(3).copy_(values), lambda: torch.repeat_interleave(values, values.long()),
+        values.tolist, values.cpu, values[1].item, lambda: values[values > 1], values.nonzero,
+        torch.cuda.Event().synchronize, lambda: torch.empty(3).copy_(values),
     ):  # fmt: skip
         seen.clear()
         read()
@@ -73,8 +58,7 @@ def uploads_are_noted() -> None:
     store, pinned = torch.zeros(3, device="cuda"), torch.ones(3, pin_memory=True)
     for upload in (
         lambda: torch.ones(3).to("cuda"), lambda: torch.tensor([1, 2], device="cuda"), lambda: store[[0, 2]],
-        lambda: store[torch.tensor([1])], lambda: store.copy_(pinned),
-        lambda: store.copy_(torch.ones(3), non_blocking=True),
+        lambda: store.copy_(pinned), lambda: store.copy_(torch.ones(3), non_blocking=True),
     ):  # fmt: skip
         seen.clear()
         upload()
@@ -119,15 +103,9 @@ def a_graph_runs_its_operations_again() -> None:
             assert refuses(CaptureError, refused)
 
 
-def autograd_reaches_its_weights() -> None:
-    layer = torch.nn.Sequential(torch.nn.RMSNorm(3), torch.nn.Linear(3, 2)).to("cuda")
-    layer(torch.ones(2, 3, device="cuda")).sum().backward()
-    assert all(one.grad is not None and one.grad.device.type == "cuda" for one in layer.parameters())
-
-
 CHECKS = (
-    its_tensors_say_cuda, both_devices_in_one_operation_are_refused, reads_are_noted, uploads_are_noted,
-    launches_are_counted, a_graph_runs_its_operations_again, autograd_reaches_its_weights,
+    both_devices_in_one_operation_are_refused, reads_are_noted, uploads_are_noted, launches_are_counted,
+    a_graph_runs_its_operations_again,
 )  # fmt: skip
 
 

@@ -23,11 +23,9 @@ from tests.infer.conftest import build_shared_head, build_small_draft, build_sma
 from tests.pretend_cuda.device import pretended_cuda
 from tests.pretend_cuda.seen import seen
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Draft, Lookup
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
@@ -73,17 +71,17 @@ def draft_of(name: str, target: Target) -> Draft | None:
     return build_shared_head(target, name)
 
 
-def engine_of(case: Case, target: Target, graphs: GraphSettings | None, verify: str) -> Engine:
+def engine_of(case: Case, target: Target, verify: str, **how: Any) -> Engine:
     """An engine of the case with a head on the target's device."""
     draft = draft_of(case.draft, target)
     if isinstance(draft, DraftCheckpoint):
         draft = replace(draft, head=copy.deepcopy(draft.head).to(target.device))
     return Engine(
         target, draft, None if draft is None else DraftShape.parse(case.shape), max_running_requests=ROWS,
-        context_length=128, verify=verify, adaptive=case.draft == "adaptive", graphs=graphs,
+        context_length=128, verify=verify, adaptive=case.draft == "adaptive",
         deterministic=bool(case.deterministic),
-        lookup=Lookup() if case.draft == "composed" else None,
-        memory=MemorySettings(1400, chunked_prefill_size=16, scattered_pages=True),
+        lookup=True if case.draft == "composed" else None,
+        max_total_tokens=1400, chunked_prefill_size=16, short_lived=True, **how,
     )  # fmt: skip
 
 
@@ -153,12 +151,13 @@ def compare(texts: list[str]) -> dict[str, dict[str, Any]]:
         case = Case.parse(text)
         # Recorded rounds draw no drafts, so for them "auto" is "target".
         verify = {"eager": case.verify, "recorded": "target" if case.verify == "auto" else case.verify}
-        wanted = {one: answers(case, engine_of(case, host, None, one)) for one in set(verify.values())}
+        wanted = {one: answers(case, engine_of(case, host, one)) for one in set(verify.values())}
         with pretended_cuda():
             target = replace(host, model=copy.deepcopy(host.model).to("cuda"))
             found[text] = {}
-            for kind, graphs in (("eager", None), ("recorded", GraphSettings(ROWS, at_start=False))):
-                found[text][kind] = compared(case, engine_of(case, target, graphs, case.verify), wanted[verify[kind]])
+            for kind in ("eager", "recorded"):
+                engine = engine_of(case, target, case.verify, disable_cuda_graph=kind == "eager")
+                found[text][kind] = compared(case, engine, wanted[verify[kind]])
     return found
 
 

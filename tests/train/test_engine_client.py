@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from toolkit.data.generation import GenerationRequest
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import LoadedEngine, build_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target

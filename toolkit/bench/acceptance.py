@@ -23,7 +23,7 @@ from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.block_drafter import default_shape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -150,7 +150,7 @@ def _engine_settings(config: EngineConfig, target: Target, forced: ForcedAccepta
         "forced_accept_rate": None if forced is None else list(forced.rates),
         "torch_compile": config.torch_compile,
         **({"deterministic": True} if config.deterministic else {}),
-        **({"cuda_graph_max_bs": config.recorded_rows} if recorded else {}),
+        **({"cuda_graph_max_bs": config.with_graph_sizes().cuda_graph_max_bs} if recorded else {}),
     }
 
 

@@ -27,9 +27,9 @@ from toolkit.data.chat_template import encode, prompt_ids
 from toolkit.errors import TargetError
 from toolkit.heads.head_config import full_attention_rope
 from toolkit.infer.drafters.block_drafter import default_shape, drafts_at_once
+from toolkit.infer.engine.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source, with_token_map
 from toolkit.infer.load.load_engine import device_of
 from toolkit.infer.request.acceptance import summarise
@@ -109,7 +109,7 @@ class CheckedHead:
         """None: the target verifies no trees, or the head drafts none."""
         shape = TREE.up_to(drafts_at_once(self.draft)) if drafts_at_once(self.draft) else TREE
         try:
-            Engine(self.target, self.draft, shape).close()
+            Engine(self.target, self.draft, shape, disable_cuda_graph=True).close()
         except DraftShapeError:
             return None
         return shape
@@ -120,7 +120,8 @@ class CheckedHead:
         """Greedy answers to prompts by their place, each with its shape (None: plain), `batch` at once."""
         shapes = [shape for _, shape in asked if shape is not None]
         models = (draft or self.draft, DraftShape.covering(shapes)) if shapes else (None, None)
-        engine, params = Engine(self.target, *models, max_running_requests=batch), SamplingParams(max_tokens=MAX_TOKENS)
+        engine = Engine(self.target, *models, max_running_requests=batch, disable_cuda_graph=True)
+        params = SamplingParams(max_tokens=MAX_TOKENS)
         requests = [
             engine.add_request(self.prompts[at], params, speculative=shape is not None, shape=shape)
             for at, shape in asked

@@ -16,8 +16,8 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.cache.cache_manager import GPU_SHARE
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target

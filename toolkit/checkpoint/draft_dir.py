@@ -58,7 +58,7 @@ class DraftCheckpoint:
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
     weights: names of its files of weights in `path`. Of a foreign checkpoint: how its settings were read
-    (`resolutions`), and the embedding that came with it, which must be the target's. least_confidence: a block
+    (`resolutions`), and the embedding that came with it, which must be the target's. draft_confidence: a block
     drafter ends a chain where the chance that all of it is accepted falls below this.
     """
 
@@ -69,7 +69,7 @@ class DraftCheckpoint:
     weights: tuple[str, ...] = ()
     resolutions: list[Resolution] = field(default_factory=list)
     own_embedding: torch.Tensor | None = None
-    least_confidence: float = 0.0
+    draft_confidence: float = 0.0
 
     @property
     def kind(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.commands.engine_aliases import ALIASES, refuse_without_equivalent, translate
 from toolkit.commands.model_arguments import OPTIONS
-from toolkit.infer.load.config import ConfigError
+from toolkit.infer.engine.config import ConfigError
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:

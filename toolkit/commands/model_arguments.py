@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.infer.load.config import ConfigError, EngineConfig, choices_of, value_types
+from toolkit.infer.engine.config import ConfigError, EngineConfig, choices_of, value_types
 
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.infer.load.load_engine import LoadedEngine

@@ -154,7 +154,7 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     if engine.has_graphs:
         raise EngineError(
             "features cannot be recorded while rounds run as CUDA graphs, because a replay does not call the module "
-            "hooks; open the engine with `disable_cuda_graph` (Engine: `graphs` None)"
+            "hooks; open the engine with `disable_cuda_graph`"
         )
     assert not engine.has_work(), "the engine has requests whose first states were not recorded"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)

@@ -26,7 +26,7 @@ from toolkit.bench.surface_report import draw_surface, forecast_record, print_su
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.load.config import NGRAM, NONE, ConfigError, EngineConfig
+from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.progress_bar import progress_bar

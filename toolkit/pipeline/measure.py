@@ -28,9 +28,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape

@@ -11,7 +11,7 @@ from toolkit.data.conversations import read_conversations, user_turns, write_con
 from toolkit.data.generation import GenerateFn
 from toolkit.data.server_pool import ServerPool
 from toolkit.data.synthesis import synthesise_prompts
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import PROMPTS, Run

@@ -12,8 +12,8 @@ from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool
 from toolkit.infer.drafters.block_drafter import default_shape
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft, load_draft
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.pipeline.feature_capture import OnEnd, captured_features

@@ -22,7 +22,7 @@ from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm,
 from toolkit.bench.search_table import print_search
 from toolkit.bench.step_times import AGAIN_TURNS, StepTimes, covering_shapes, measure_step_times, rounds_of
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError

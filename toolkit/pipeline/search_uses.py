@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import fields
 
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.search_file import kind_of_requests
 
 

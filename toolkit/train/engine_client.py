@@ -10,8 +10,8 @@ import torch
 
 from toolkit.data.generation import REFUSED, GenerateFn, GenerationRequest, GenerationResult
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams

@@ -28,8 +28,8 @@ from toolkit.data.generation import derived_seed
 from toolkit.data.rollout_files import RolloutPaths
 from toolkit.data.rollouts import write_rollouts
 from toolkit.heads.head_config import HeadConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.jsonl import DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe

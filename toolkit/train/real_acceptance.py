@@ -15,8 +15,8 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
 from toolkit.errors import TrainError
 from toolkit.head_kinds import HEAD_KINDS
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape

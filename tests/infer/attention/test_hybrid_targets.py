@@ -8,12 +8,11 @@ import torch
 from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import CompileError, DraftShapeError, EngineError, UnsupportedTargetError
+from toolkit.infer.request.errors import CompileError, DraftShapeError, UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
 
 FAMILIES = {
@@ -60,7 +59,7 @@ def test_the_first_launches_leave_no_states(target, reference):
     prompts = prompts_of(14, 5, 21)
     memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
     engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, memory=memory)
-    engine.first_launches.run(engine.drafter, engine.shape)
+    engine.warm_up()
     answers = [request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=16))]
     engine.close()
     assert answers == [reference(target, prompt, 16) for prompt in prompts]
@@ -72,7 +71,7 @@ def test_little_memory(target, reference, scattered):
     a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds its prefix again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
-    for draft, lookup in ((build_head(target), None), (build_head(target), Lookup()), (NgramLookup(), None)):
+    for draft, lookup in ((build_head(target), None), (build_head(target), True), (NgramLookup(), None)):
         room = 208 if lookup is None else 304  # the head may fall behind lookup by some positions
         memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
@@ -169,8 +168,8 @@ def test_what_needs_one_chain_is_refused(target):
     with pytest.raises(DraftShapeError, match="linear-attention layers"):
         engine.set_shape(DraftShape.parse("3,2,6"))
     engine.close()
-    with pytest.raises(EngineError, match="`cuda_graph_max_bs`.*leave it out"):
-        Engine(target, head, DraftShape.parse("3,1,4"), graphs=GraphSettings(2))
+    with pytest.raises(ConfigError, match="`cuda_graph_max_bs`.*linear-attention layers; leave it out"):
+        Engine(target, head, DraftShape.parse("3,1,4"), capture=lambda run: run, cuda_graph_max_bs=2)
     with pytest.raises(CompileError, match="linear-attention layers are not compiled"):
         Engine(target, torch_compile=True)
 

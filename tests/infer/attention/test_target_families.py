@@ -17,8 +17,7 @@ from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_forward import CompileSettings
-from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.kernels import dispatch
 from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
 from toolkit.infer.request.draft_tree import DraftShape
@@ -257,17 +256,18 @@ def again(run):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3", "gpt2"])
-def test_family_is_exact_in_compiled_rounds(family, small_target, reference):
+def test_family_is_exact_in_compiled_rounds(family, small_target, reference, monkeypatch):
     """Windows, soft caps, sinks, values narrower than keys, experts, unnamed arguments: what each layer asks of its
     attention goes through the compiler unchanged, while layers of a kind share what was compiled."""
     target = build(family, FAMILIES[family], small_target.tokenizer)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5)]
-    graphs = GraphSettings(2, again, CompileSettings(2, "eager"))
+    monkeypatch.setattr(compiled_forward, "BACKEND", "eager")
     memory = MemorySettings(scattered_pages=True)
     engine = Engine(
-        target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, graphs=graphs, memory=memory
-    )
+        target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, memory=memory, capture=again,
+        torch_compile=True,
+    )  # fmt: skip
     requests = engine.generate(prompts, SamplingParams(max_tokens=24))
     engine.close()
     assert [request.output_ids for request in requests] == [reference(target, prompt, 24) for prompt in prompts]

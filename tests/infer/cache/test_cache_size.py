@@ -14,8 +14,8 @@ from toolkit.infer.cache import cache_manager
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.cache_size import ROOM, Need
 from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.errors import EngineError
 
 GPU = torch.device("cuda", 0)

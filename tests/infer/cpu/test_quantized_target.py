@@ -12,9 +12,9 @@ from toolkit.infer.cpu.blocked_product import takes
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.infer.cpu.quantize import quantize_head
+from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape

@@ -13,7 +13,6 @@ from tests.infer.drafters.test_drafters import finished, ragged_prompts, setting
 from tests.infer.drafters.test_shared_heads import engine_after_steps
 from toolkit.infer.drafters import block_drafter, head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
@@ -45,7 +44,7 @@ def scores_of(target, draft, state: torch.Tensor, before: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"adaptive": True}], ids=["head", "lookup", "adaptive"])
+@pytest.mark.parametrize("options", [{}, {"lookup": True}, {"adaptive": True}], ids=["head", "lookup", "adaptive"])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_drafts_change_nothing(small_target, draft, plain, shape, options, batch):
     """fp32, exact, greedy and sampled rows; chains and trees shallower than a block and as deep, alone and beside
@@ -175,12 +174,12 @@ def test_drawn_drafts(small_target, draft, verify):
     assert sum(event.accepted for one in together for event in one.events) > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"lookup": Lookup()}, {"verify": "rejection"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lookup": True}, {"verify": "rejection"}], ids=str)
 def test_chains_end_by_confidence(small_target, draft, plain, options):
     """Shorter chains, and none at all in some rounds; the tokens stay (those of seeds too, but under rejection)."""
     if not draft.head.has_confidence:
         pytest.skip("it does not say how sure a draft is")
-    cut = replace(draft, least_confidence=0.45)  # between the chances of these weights
+    cut = replace(draft, draft_confidence=0.45)  # between the chances of these weights
     engine = Engine(small_target, cut, DraftShape.chain(5), max_running_requests=16, **options)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
     found = finished(engine, requests)
@@ -197,7 +196,7 @@ def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, draft, monk
     recorded, shape = [], DraftShape.chain(4)
     monkeypatch.setattr(AdaptiveShape, "choose", lambda *_: shape)
     monkeypatch.setattr(AdaptiveShape, "record", lambda _self, _requests, arm, *_: recorded.append(arm))
-    engine = Engine(small_target, replace(draft, least_confidence=1.0), shape, max_running_requests=1, adaptive=True)
+    engine = Engine(small_target, replace(draft, draft_confidence=1.0), shape, max_running_requests=1, adaptive=True)
     request = engine.add_request(ragged_prompts()[0], SamplingParams(max_tokens=6))
     finished(engine, [request])
     assert recorded and set(recorded) == {shape} and {event.offered for event in request.events} == {0}

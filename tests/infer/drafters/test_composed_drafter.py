@@ -11,7 +11,6 @@ from tests.infer.drafters.test_adaptive_drafter import ScriptedChoice
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, with_chains
 from toolkit.infer.drafters.lookup import (
     DEPTHS,
@@ -41,7 +40,7 @@ def plain(small_target) -> list[list[int]]:
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_no_token_changes(small_target, build, plain, name, shape, batch, adaptive):
     """fp32, exact, greedy and sampled; over 24 tokens matches are frequent."""
-    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": adaptive}
+    options = {"lookup": True, "max_running_requests": batch, "adaptive": adaptive}
     engine = Engine(small_target, build(name), DraftShape.parse(shape), **options)
     some = slice(None) if batch > 1 else slice(0, 6)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
@@ -60,7 +59,7 @@ def test_both_draft_in_one_batch(small_target, build, shape, monkeypatch):
         return with_chains(tree, roots, drafts)
 
     monkeypatch.setattr(composed_drafter, "with_chains", noted)
-    engine = Engine(small_target, build("eagle3"), DraftShape.parse(shape), lookup=Lookup(), max_running_requests=4)
+    engine = Engine(small_target, build("eagle3"), DraftShape.parse(shape), lookup=True, max_running_requests=4)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in REPEATED]
     answers = finished(engine, requests)
@@ -70,7 +69,7 @@ def test_both_draft_in_one_batch(small_target, build, shape, monkeypatch):
 
 def test_preempted_and_moved_rows_stay_exact(small_target, build):
     """Little memory: requests lose their pages and begin again; short ones end and rows move."""
-    options = {"lookup": Lookup(), "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
+    options = {"lookup": True, "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
     engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), context_length=150, **options)
     params = [SamplingParams(max_tokens=50 + 13 * (i % 3), ignore_eos=True) for i in range(8)]
     prompts = [REPEATED[i % 4] + [i + 1] for i in range(8)]
@@ -82,7 +81,7 @@ def test_preempted_and_moved_rows_stay_exact(small_target, build):
 @pytest.mark.parametrize("verify", ["auto", "rejection", "block"])
 def test_drawn_drafts_stay_in_the_heads_rows(small_target, build, verify):
     """Rows whose drafts are drawn and rows with lookup's drafts run in one batch under the chain rules."""
-    options = {"lookup": Lookup(), "max_running_requests": 4, "verify": verify}
+    options = {"lookup": True, "max_running_requests": 4, "verify": verify}
     engine = Engine(small_target, build("eagle3"), DraftShape.chain(3), **options)
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7)
     requests = [engine.add_request(prompt, params) for prompt in REPEATED]
@@ -111,7 +110,7 @@ def test_a_corpus_is_drafted_from(small_target, build):
     lengths, given = {}, SuffixAutomaton()
     given.extend([*plain, SEPARATOR])
     for name, corpus in (("without", None), ("with", given)):
-        engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=Lookup(corpus))
+        engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=True, corpus=corpus)
         request = engine.generate([[3, 11, 5]], params)[0]
         engine.close()
         assert request.output_ids == plain
@@ -170,7 +169,7 @@ def test_drafts_take_the_fast_attention():
 
 
 def test_texts_of_ended_requests_are_freed(small_target, small_draft):
-    engine = Engine(small_target, small_draft, DraftShape.chain(3), lookup=Lookup(), max_running_requests=4)
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), lookup=True, max_running_requests=4)
     engine.generate(REPEATED, SamplingParams(max_tokens=8, ignore_eos=True))
     engine.close()
     gc.collect()
@@ -189,7 +188,7 @@ def test_one_slow_round_does_not_end_lookup():
 def test_texts_are_searched_less_where_lookup_never_drafts(small_target, small_draft, monkeypatch, batch, searched):
     """With several rows, each round's search would be a cost of plain decoding. A later one reads all tokens since, and
     finds what it would have found; once lookup drafts, every round is searched again."""
-    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": True}
+    options = {"lookup": True, "max_running_requests": batch, "adaptive": True}
     engine = Engine(small_target, small_draft, DraftShape.chain(3), **options)
     chooser = ScriptedChoice([None] * 40 + [LookupArm(None, 1)] + [None] * 9)
     engine.drafter.chooser, chooser.depths = chooser, [1] * batch

@@ -41,7 +41,6 @@ def pretend_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
         ("rollouts", True, None, torch.bfloat16),
         ("rollouts", False, None, torch.float32),
         ("training", True, None, torch.float32),  # torch's products are its own
-        ("training", False, "int8", torch.bfloat16),
         ("rollouts", False, "int8", torch.bfloat16),
         ("serving", False, None, torch.bfloat16),
     ],
@@ -55,8 +54,7 @@ def test_an_auto_target_of_a_bf16_config(monkeypatch, bf16_model, use, ours, qua
     assert load_target(bf16_model, dtype=other, use=use).dtype == DTYPES[other], "what is asked for is taken"
 
 
-@pytest.mark.parametrize("use", ["serving", "rollouts", "training"])
-@pytest.mark.parametrize("stated", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("use", "stated"), [("serving", "float16"), ("training", "bfloat16")])
 def test_an_auto_target_that_moves_to_a_gpu(monkeypatch, bf16_model, use, stated):
     """Its weights wait on the CPU until they are divided among processes; how this CPU multiplies does not matter."""
     pretend_products(monkeypatch, False)

@@ -24,10 +24,8 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.attention import batch_invariant as attention_modules
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.cpu_door import pack, quantize_model
 from toolkit.infer.engine.engine import Engine
@@ -35,14 +33,14 @@ from toolkit.infer.kernels import batch_invariant
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError, UnsupportedTargetError
+from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 WORDS = 52
-# The second to fourth have no native attention (heads of 20 and 24, windows, caps); the second no native products, and
-# no size that is a multiple of a vector.
+# The second and third have no native attention (heads of 20, windows, caps); the second no native products, and no size
+# that is a multiple of a vector.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-odd": {
@@ -52,13 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 20,
     },  # fmt: skip
-    "qwen3": {"head_dim": 24, "intermediate_size": 100},
     "gemma2": {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gpt_neox": {"num_key_value_heads": 4},
     "gpt2": {"num_key_value_heads": 4},
 }
 SHAPES = ("1,1,2", "4,1,5", "3,3,8", "4,4,16", "5,8,32")
-NO_PREFIXES = MemorySettings(prefix_cache=False)
+NO_PREFIXES = {"prefix_cache": False}
 
 
 @cache
@@ -138,22 +134,18 @@ def random_schedule(chance: random.Random, target: Target, draft: DraftCheckpoin
     if drafts:
         options |= {"shape": shape if kind == "head" else DraftShape.chain(shape.num_steps), **drafts}
         options["adaptive"] = chance.random() < 0.3
-        options["lookup"] = Lookup() if kind == "head" and chance.random() < 0.3 else None
-    memory = MemorySettings(
-        prefix_cache=chance.random() < 0.7,
-        chunked_prefill_size=chance.choice((7, 16, 64, 1024)),
-        max_total_tokens=chance.choice((None, 416)),
-    )
-    return Engine(target, max_running_requests=chance.choice((1, 3, 8)), context_length=160, memory=memory, **options)
+        options["lookup"] = True if kind == "head" and chance.random() < 0.3 else None
+    options |= {"prefix_cache": chance.random() < 0.7, "chunked_prefill_size": chance.choice((7, 16, 64, 1024))}
+    options |= {"max_total_tokens": chance.choice((None, 416)), "max_running_requests": chance.choice((1, 3, 8))}
+    return Engine(target, context_length=160, **options)
 
 
 def plain_answers(target: Target, asked: Asked, **options: Any) -> list[Any]:
     """Each request alone, without drafts and reuse."""
-    return written(Engine(target, max_running_requests=1, memory=NO_PREFIXES, **options), asked)
+    return written(Engine(target, max_running_requests=1, **NO_PREFIXES, **options), asked)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "packed"), [("llama", True), ("llama-odd", False), ("gemma2", True), ("gpt2", False)])
 def test_bits_are_those_of_the_request_alone(name, packed):
     """A product, a sum or a function that rounds by what is computed beside it changes a log-probability, then a token:
     of random schedules one would show it. Nothing here depends on the clock but adaptive shapes, which must not
@@ -171,9 +163,8 @@ def test_preempted_requests_keep_their_bits():
     target, draft = build("llama", True)
     some = Asked.of(2, 12)
     asked = Asked([ids[:6] for ids in some.prompts], [replace(one, max_tokens=70) for one in some.params])
-    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=16, max_total_tokens=208)
-    shape = DraftShape.parse("4,4,16")
-    engine = Engine(target, draft, shape, max_running_requests=8, context_length=160, memory=memory, deterministic=True)
+    memory = {"prefix_cache": False, "chunked_prefill_size": 16, "max_total_tokens": 208, "context_length": 160}
+    engine = Engine(target, draft, DraftShape.parse("4,4,16"), max_running_requests=8, deterministic=True, **memory)
     requests = engine.generate(asked.prompts, asked.params)
     engine.close()
     assert sum(one.preemptions for one in requests) >= 4
@@ -197,8 +188,7 @@ def test_a_minute_of_random_schedules():
         seed += 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, "int8")], ids=str)
 def test_of_float32_and_quantised_targets(quantization, dtype):
     """The products of int8 weights and of float32 are other code."""
     target, draft = build("llama", quantization is None, quantization, dtype)
@@ -211,7 +201,7 @@ def test_a_product_that_rounds_by_row_count_is_found(monkeypatch):
     """The comparison must be able to fail: here products of several rows round otherwise than those of one."""
     target, draft = build("llama", packed=False)
     asked = Asked.of(1, 6)
-    options = {"deterministic": True, "memory": NO_PREFIXES}
+    options = {"deterministic": True, **NO_PREFIXES}
     wanted = written(Engine(target, **options), asked)
 
     def by_count(product, x):
@@ -226,14 +216,6 @@ def test_a_product_that_rounds_by_row_count_is_found(monkeypatch):
     assert sum(one != other for one, other in zip(drafted, written(Engine(target, **options), asked), strict=True)) > 3
     monkeypatch.undo()
     assert written(Engine(target, draft, DraftShape.chain(4), **options), asked) == wanted
-
-
-@pytest.mark.parametrize("option", [{"verify": "block"}, {"verify": "auto"}, {"torch_compile": True}], ids=str)
-def test_options_without_the_same_bits_are_refused(option):
-    """By the engine too: programs build it without an EngineConfig, which would have refused them."""
-    target, draft = build("llama", packed=True)
-    with pytest.raises(EngineError, match="`deterministic` is set"):
-        Engine(target, draft, DraftShape.chain(2), deterministic=True, **option)
 
 
 def test_log_probabilities_of_a_forward_over_the_whole_text():
@@ -286,28 +268,10 @@ def test_what_the_option_does_not_hold_for():
         Engine(target, deterministic=True)
 
 
-def test_what_a_gpu_computes_by_a_program_of_a_library():
-    """Its programs depend on the number of rows: such a target must be refused before the first answer."""
-
-    class OwnLinear(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    class OwnRMSNorm(torch.nn.Module):
-        pass
-
-    said = [
-        attention_modules._of_library("here", module)
-        for module in (torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), OwnLinear(2, 2), OwnRMSNorm())
-    ]
-    assert said[:2] == [None, None]
-    assert said[2:] == ["here (OwnLinear) has a product of its own", "here (OwnRMSNorm) is a norm without a kernel"]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bits_on_a_gpu(name, dtype):
     """As on a CPU: batches, kept prefixes, chunks, chains and trees."""
     target, draft = build(name, packed=False, dtype=dtype)
@@ -317,15 +281,6 @@ def test_bits_on_a_gpu(name, dtype):
     wanted = plain_answers(target, asked, deterministic=True)
     for _ in range(6):
         assert written(random_schedule(chance, target, draft, deterministic=True), asked, chance) == wanted
-
-
-def test_functions_of_a_row_do_not_depend_on_its_place():
-    """The last numbers of a vector take another path in torch's loops: exp and silu of them may differ in a bit."""
-    x = torch.randn(300, 100, generator=torch.Generator().manual_seed(0)) * 4
-    for function in (torch.exp, torch.tanh, torch.nn.functional.silu):
-        whole = batch_invariant.in_lanes(function, x)
-        alone = torch.cat([batch_invariant.in_lanes(function, row) for row in x.split(1)])
-        assert torch.equal(whole, alone) and torch.allclose(whole, function(x))
 
 
 def test_attention_in_order_is_attention():

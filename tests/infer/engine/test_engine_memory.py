@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from toolkit.infer.cache import cache_manager as kv_memory
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.step_costs import LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
@@ -24,14 +22,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 176}
-LAYOUTS = {
-    "contiguous": MemorySettings(scattered_pages=False),
-    "scattered": MemorySettings(scattered_pages=True),
-    "tight": MemorySettings(**TIGHT),
-    "tight-scattered": MemorySettings(**TIGHT, scattered_pages=True),
-    "tight-no-prefixes": MemorySettings(**TIGHT, prefix_cache=False),
-}
-NO_PREFIXES = MemorySettings(prefix_cache=False)
+MEMORY = {"ample": {}, "tight": TIGHT, "tight-no-prefixes": {**TIGHT, "prefix_cache": False}}
 
 
 def families(seed: int, count: int, chance: random.Random) -> list[list[int]]:
@@ -66,35 +57,32 @@ def asked(small_target) -> tuple[list[list[int]], list[SamplingParams], list[lis
         SamplingParams(max_tokens=chance.randint(1, 40), temperature=chance.choice((0.0, 0.9)), seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    plain = Engine(small_target, max_running_requests=4, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=4, prefix_cache=False)
     return prompts, params, [one.output_ids for one in plain.generate(prompts, params)]
 
 
-# One head in every layout, and every drafter in the hardest one; the other pairs are slow.
-PAIRS = [
-    pytest.param(name, layout, marks=() if name == "eagle3" or layout == "tight-scattered" else pytest.mark.slow)
-    for name in ("none", "eagle3", "eagle2", "mtp-three-layers", "ngram")
-    for layout in LAYOUTS
-]
-
-
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, layout):
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("eagle3", "ample"), ("none", "tight"), ("eagle3", "tight"), ("mtp-three-layers", "tight"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ("mtp-three-layers", "ample"), ("ngram", "tight"), ("eagle2", "tight"), ("eagle3", "tight-no-prefixes")))],
+)  # fmt: skip
+def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, memory):
     """Every drafter, chain and tree, greedy and sampled, on shared prefixes, in chunks, with too few pages."""
     prompts, params, wanted = asked
     for shape in ("3,1,4", "3,3,8") if name != "none" else (None,):
         options = {"draft": build(name), "shape": DraftShape.parse(shape)} if shape else {}
         options |= {"max_running_requests": 4, "context_length": 130}
-        engine = Engine(small_target, **options, memory=LAYOUTS[layout])
+        engine = Engine(small_target, **options, **MEMORY[memory])
         requests = run_checked(engine, prompts, params, at_once=6)
         engine.close()
         assert [request.output_ids for request in requests] == wanted
         reused = sum(request.cached_tokens for request in requests)
-        assert (reused == 0) == (layout == "tight-no-prefixes")
-        if layout.startswith("tight"):
+        assert (reused == 0) == (memory == "tight-no-prefixes")
+        if memory.startswith("tight"):
             assert sum(request.preemptions for request in requests) > 0
         elif name in ("eagle3", "mtp-three-layers"):  # heads that were fed wrong entries would still be lossless
-            fresh = Engine(small_target, **options, memory=NO_PREFIXES)
+            fresh = Engine(small_target, **options, prefix_cache=False)
             again = fresh.generate(prompts, params)
             fresh.close()
             ours, theirs = ([[e.accepted for e in one.events] for one in many] for many in (requests, again))
@@ -111,7 +99,7 @@ def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
     engine.close()
     assert first.cached_tokens == 0
     assert second.cached_tokens >= (len(turn) - 2 - 5) // 16 * 16 > len(prompt)
-    plain = Engine(small_target, max_running_requests=1, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=1, prefix_cache=False)
     assert second.output_ids == plain.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
 
 
@@ -123,22 +111,20 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
     shared = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=1)
     ours = [shared.generate([prompt], params)[0] for prompt in prompts]
     shared.close()
-    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=1, memory=NO_PREFIXES)
+    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=1, prefix_cache=False)
     wanted = [fresh.generate([prompt], params)[0] for prompt in prompts]
     fresh.close()
     assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
     assert [[e.accepted for e in one.events] for one in ours] == [[e.accepted for e in one.events] for one in wanted]
 
 
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers"])
-def test_requests_without_drafts_share_prefixes(small_target, build, name, scattered):
+def test_requests_without_drafts_share_prefixes(small_target, build, name):
     """Beside a head: they find what is known of their text, and what they leave is not taken for the head's."""
-    memory = MemorySettings(scattered_pages=scattered)
     stem, params = [(7 * i) % 23 + 1 for i in range(64)], SamplingParams(max_tokens=30, ignore_eos=True)
     engine, fresh = (
-        Engine(small_target, build(name), DraftShape.chain(3), max_running_requests=2, memory=one)
-        for one in (memory, NO_PREFIXES)
+        Engine(small_target, build(name), DraftShape.chain(3), max_running_requests=2, prefix_cache=kept)
+        for kept in (True, False)
     )
     # (what follows the stem, whether drafts are wanted, tokens found)
     turns = [
@@ -165,7 +151,7 @@ def test_requests_without_drafts_share_prefixes(small_target, build, name, scatt
 
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
     """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
-    engine = Engine(small_target, max_running_requests=2, memory=MemorySettings(chunked_prefill_size=8))
+    engine = Engine(small_target, max_running_requests=2, chunked_prefill_size=8)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = engine.add_request([5, 6, 7], params)
     engine.step()
@@ -182,7 +168,7 @@ def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
 
 def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
     """Its row and pages are free at once, and nothing half-read is ever found again."""
-    engine = Engine(small_target, small_draft, max_running_requests=2, memory=MemorySettings(chunked_prefill_size=8))
+    engine = Engine(small_target, small_draft, max_running_requests=2, chunked_prefill_size=8)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     engine.add_request([5, 6, 7], params)
     engine.step()
@@ -203,8 +189,8 @@ def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
 def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
     """Else a request could stop for ever; the message says what to change."""
     with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
-        Engine(small_target, context_length=128, memory=MemorySettings(100))
-    engine = Engine(small_target, small_draft, context_length=128, memory=MemorySettings(288))
+        Engine(small_target, context_length=128, max_total_tokens=100)
+    engine = Engine(small_target, small_draft, context_length=128, max_total_tokens=288)
     with pytest.raises(EngineError, match="draft less"):
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
@@ -216,14 +202,13 @@ def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
     monkeypatch.setattr(kv_memory, "usable_memory", lambda: 8 * 2**20)
     held = []
     for fraction in (None, 0.25, 0.5):
-        engine = Engine(small_target, max_running_requests=64, memory=MemorySettings(mem_fraction_static=fraction))
+        engine = Engine(small_target, max_running_requests=64, mem_fraction_static=fraction)
         assert engine._cache.shape.bytes_per_token == 1024
         held.append(engine._cache.pool.capacity * 16)
     assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
-@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize(("name", "failing"), [("eagle3", 0), ("mtp-three-layers", 2), ("ngram", 1)])
 def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, build, monkeypatch, name, failing):
     """The error that comes is the forward's own; afterwards the same engine answers as ever."""
     prompts = families(4, 6, random.Random(2))
@@ -233,7 +218,7 @@ def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, b
         build(name),
         DraftShape.chain(3),
         max_running_requests=3,
-        memory=MemorySettings(prefix_cache=False),
+        prefix_cache=False,
     )
     wanted = [request.output_ids for request in engine.generate(prompts, params)]
     forward, calls = engine._prompts._forward, iter(range(100))
@@ -254,47 +239,8 @@ def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, b
     engine.close()
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
-    """The row being read gets its pages for the new shape too, before it drafts for the first time."""
-    prompt, params = [3, 9, 4] * 11, SamplingParams(max_tokens=40, ignore_eos=True)
-    plain = Engine(small_target, memory=NO_PREFIXES)
-    answer = plain.generate([prompt], params)[0].output_ids
-    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
-    engine = Engine(small_target, max_running_requests=2, memory=memory)
-    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-    engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
-    engine.drafter.levels = 36
-    engine.add_request([5], params, speculative=False)
-    engine.step()
-    request = engine.add_request(prompt, params)
-    request.speculative = True
-    engine.step()
-    assert engine.scheduler.reading is request
-    engine._memory.slack = 40
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    assert request.output_ids == answer and max(event.accepted for event in request.events) > 30
-
-
-def test_a_request_that_does_not_fit_costs_no_prefix(small_target):
-    """While it waits for room that evicting cannot make, what is kept stays."""
-    engine = Engine(small_target, max_running_requests=2, context_length=200, memory=MemorySettings(224))
-    engine.generate([[7] * 40], SamplingParams(max_tokens=1, ignore_eos=True))
-    engine.add_request([5] * 150, SamplingParams(max_tokens=20, ignore_eos=True))
-    engine.step()
-    kept = len(engine._memory._prefixes.pages)
-    assert kept >= 2
-    engine.add_request([9] * 100, SamplingParams(max_tokens=3, ignore_eos=True))
-    for _ in range(5):
-        engine.step()
-        engine.check_integrity()
-    assert len(engine.scheduler.waiting) == 1 and len(engine._memory._prefixes.pages) >= kept
-
-
 @pytest.mark.parametrize(("unread", "most", "lookahead", "read"), [
-    (20, 8, 0, 8), (8, 8, 3, 8), (9, 8, 1, 8), (9, 8, 3, 6), (10, 8, 3, 7), (3, 2, 3, 3), (5, 1, 3, 1), (2, 1, 3, 2),
+    (20, 8, 0, 8), (8, 8, 3, 8), (9, 8, 3, 6), (3, 2, 3, 3), (5, 1, 3, 1),
 ])  # fmt: skip
 def test_the_last_chunk_holds_what_the_drafter_sees_together(unread, most, lookahead, read):
     """Entries before it would else depend on tokens that are not known to the chunk."""
@@ -372,14 +318,13 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
-    (False, 200, "target", "3,3,8"),
-    (True, 100, "rejection", "3,1,4"),
-    (False, 100, "block", "3,1,4"),
-    (True, 100, "auto", "3,1,4"),
-    pytest.param(True, 5000, "target", "3,3,8", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("count", "verify", "shape"), [
+    (200, "target", "3,3,8"),
+    (100, "block", "3,1,4"),
+    (100, "auto", "3,1,4"),
+    pytest.param(5000, "target", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):
+def test_soak(small_target, small_draft, monkeypatch, count, verify, shape):
     """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page
     leaks, no answer changes (drafts that are drawn change those with a temperature, as do seeds of the engine's own,
     which half of the requests have under auto: these end as they must), and of the last 4,000 of 5,000 at most 16 MiB
@@ -387,7 +332,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     chance, widest = random.Random(11), DraftShape.parse(shape)
     prompts = families(3, count, chance)
     params = [any_settings(chance, i) for i in range(len(prompts))]
-    plain = Engine(small_target, max_running_requests=64, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=64, prefix_cache=False)
     wanted = plain.generate(prompts, params)
     if verify == "auto":
         seeds = iter(range(count))
@@ -396,8 +341,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     monkeypatch.setattr(head_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
     engine = Engine(
         small_target, small_draft, widest, max_running_requests=16, context_length=168, adaptive=True, verify=verify,
-        lookup=Lookup(),
-        memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
+        lookup=True, max_total_tokens=288, chunked_prefill_size=48,
     )  # fmt: skip
     engine.drafter.chooser = AnyChoice(chance, widest)
     left, live = list(range(len(prompts))), {}  # by number: those that have not ended
@@ -434,7 +378,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     assert held <= 18 and engine._memory.pool.held == 0
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory")])
 def test_a_prefill_that_runs_out_of_memory_fails_at_most_its_own_request(tiny_target, monkeypatch, error):
     """It failed every request in flight. A prompt that fits in smaller chunks is read in those."""
     params = SamplingParams(max_tokens=20)
@@ -460,7 +404,7 @@ def test_a_prefill_that_runs_out_of_memory_fails_at_most_its_own_request(tiny_ta
         engine.close()
 
 
-@pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (0.0038, 32), (1.0, 16), (1e-6, 1024)])
+@pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (1.0, 16), (1e-6, 1024)])
 def test_chunks_follow_the_measured_speed_while_others_decode(tiny_target, monkeypatch, token_s, most):
     """A long prompt stopped every stream for seconds. Alone it is read in whole chunks; the answer is the same."""
     params = SamplingParams(max_tokens=40)

@@ -7,9 +7,7 @@ import random
 import pytest
 import torch
 
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -26,9 +24,7 @@ def reference(target, ids: list[int]) -> torch.Tensor:
     return torch.cat([*(states[layer] for layer in LAYERS), states[-1]], dim=-1)[0, :-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "room"), [("none", None, 128), ("ngram", "3,1,4", 128), ("eagle3", "3,3,8", 240)]
-)
+@pytest.mark.parametrize(("name", "shape", "room"), [("none", None, 128), ("eagle3", "3,3,8", 240)])
 def test_states_of_whole_texts(small_target, build, name, shape, room):
     """fp32, 5e-4 where the states are of size 1. A position twice, left out, or a rejected node's in its place would be
     off by the size of the states; so would a neighbour's row after a row has moved."""
@@ -36,8 +32,8 @@ def test_states_of_whole_texts(small_target, build, name, shape, room):
     prompts = [[chance.randrange(1, 24) for _ in range(chance.choice((1, 9, 15)))] for _ in range(12)]
     draft = None if name == "none" else build(name)
     # Prompts in chunks, and fewer pages than the rows want: requests are preempted and read again.
-    memory = MemorySettings(max_total_tokens=room, chunked_prefill_size=7, prefix_cache=False)
-    options = {"max_running_requests": 4, "context_length": 100, "memory": memory}
+    options = {"max_running_requests": 4, "context_length": 100, "max_total_tokens": room}
+    options |= {"chunked_prefill_size": 7, "prefix_cache": False}
     engine = Engine(small_target, draft, None if shape is None else DraftShape.parse(shape), **options)
     recorder = record_features(engine, LAYERS)
     requests = [
@@ -83,10 +79,7 @@ def test_a_text_out_of_the_prefix_cache_has_none(small_target):
 
 def test_an_engine_with_graphs_is_refused(small_target):
     """A replayed round calls no hook: most states would be missing, and nobody would be told."""
-    engine = Engine(
-        small_target, max_running_requests=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
-        memory=MemorySettings(scattered_pages=True),
-    )  # fmt: skip
+    engine = Engine(small_target, max_running_requests=2, capture=lambda run: run, short_lived=True)
     with pytest.raises(EngineError, match="with `disable_cuda_graph`"):
         record_features(engine, LAYERS)
     engine.close()

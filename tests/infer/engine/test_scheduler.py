@@ -98,19 +98,6 @@ def test_the_last_row_fills_a_hole(ended, rows, moves):
     made.check_integrity()
 
 
-def test_several_holes_are_filled_by_rows_that_go_on():
-    """A row that ended itself must never move into a hole; the one being read stays behind all."""
-    made = scheduler("", "abcdef", 8)
-    made.waiting.append(request("r", 40))
-    assert made.next_group(12) == [] and made.reading is not None
-    for one in made.running:
-        if one.name in "acf":
-            one.finish_reason = "stop"
-    assert made.retire(lambda row, one: None) == [(2, 4), (0, 3)] and names(made.running) == "dbe"
-    assert len(made.memory.pool.tables[3]) == 11 and not made.memory.pool.tables[6]
-    made.check_integrity()
-
-
 def test_the_youngest_steps_back_when_pages_run_out():
     """Pages of 4, 6 in all: three requests of 4 tokens and a step take them, and at 9 tokens two of them do."""
     made = empty(4, capacity=6)
@@ -178,14 +165,3 @@ def test_an_urgent_prompt_being_read_stays():
     assert made.make_room() == [] and names(made.waiting) == "a" and made.running == []
     assert made.reading is not None and len(made.memory.pool.tables[0]) >= held and not made.memory.pool.tables[1]
     made.check_integrity()
-
-
-def test_prompts_of_a_failed_step_wait_at_their_places():
-    """A more urgent request may have come meanwhile."""
-    made = empty(4)
-    made.enqueue(request("a", priority=1))
-    made.enqueue(request("b", priority=1))
-    assert names(made.next_group(64)) == "ab"
-    made.enqueue(request("c", priority=0))
-    made.put_back()
-    assert names(made.waiting) == "cab" and made.memory.pool.held == 0

@@ -41,8 +41,7 @@ def changing_limit(engine: Engine) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("drafts", "adaptive"), [(False, False), (True, True)])
 def test_tokens_do_not_depend_on_the_threads(small_target, small_draft, drafts, adaptive):
     parts = (small_draft, DraftShape.parse("4,4,16")) if drafts else ()
     wanted = Engine(small_target, *parts).generate(PROMPTS, PARAMS, speculative=False)

@@ -7,7 +7,6 @@ place of a graph. Sizes, guards, operators and hooks are those of a GPU.
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,16 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
-from transformers import LlamaConfig
 
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings, UncachedMetadata
-from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import graph_settings
+from toolkit.infer.graphs import compiled_forward
+from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError
 from toolkit.infer.request.params import SamplingParams
@@ -49,11 +43,16 @@ def again(run):
     return run
 
 
-def engine_with(target, draft, shape, compiled, capture=again) -> Engine:
-    memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
-    graphs = GraphSettings(4, capture, compiled)
+def engine_with(target, draft, shape, capture=again, **options) -> Engine:
     wanted = None if draft is None else DraftShape.parse(shape)
-    return Engine(target, draft, wanted, max_running_requests=4, graphs=graphs, memory=memory)
+    settings = {"max_running_requests": 4, "chunked_prefill_size": 16, "torch_compile": True, **options}
+    return Engine(target, draft, wanted, capture=capture, **settings)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Choose what compiles."""
+    return lambda name: monkeypatch.setattr(compiled_forward, "BACKEND", name)
 
 
 def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
@@ -67,31 +66,31 @@ def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
     return [(one.output_ids, [event.accepted for event in one.events]) for one in done]
 
 
-@pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
-def test_compiled_rounds_write_what_eager_rounds_write(own_target, build, name, shape):
+@pytest.mark.parametrize("name, shape", [("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
+def test_compiled_rounds_write_what_eager_rounds_write(own_target, build, backend, name, shape):
     """Features reach the head by hooks on the compiled layers, and every stage of the head attends with its own
     metadata: wrong metadata, a wrong layer number or row would show in tokens or in what is accepted."""
-    draft = None if name == "none" else build(name)
-    compiled = answers(engine_with(own_target, draft, shape, CompileSettings(4, "aot_eager")))
-    assert compiled == answers(engine_with(own_target, draft, shape, None))
-    assert draft is None or any(max(accepted) > 0 for _, accepted in compiled)
-    assert draft is None or all("forward" not in vars(layer) for layer in draft.head.modules())
+    draft = build(name)
+    backend("aot_eager")
+    compiled = answers(engine_with(own_target, draft, shape))
+    assert compiled == answers(engine_with(own_target, draft, shape, torch_compile=False))
+    assert any(max(accepted) > 0 for _, accepted in compiled)
+    assert all("forward" not in vars(layer) for layer in draft.head.modules())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
+@pytest.mark.parametrize("name, shape", [("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
 def test_graphs_of_compiled_forward_write_what_eager_rounds_write(own_target, build, name, shape):
     """The same by Inductor, with real graphs, on kernels: fp32, where tokens are equal."""
-    draft = None if name == "none" else build(name)
-    if draft is not None:
-        draft = replace(draft, head=copy.deepcopy(draft.head).cuda())
+    draft = build(name)
+    draft = replace(draft, head=copy.deepcopy(draft.head).cuda())
     target = replace(own_target, model=copy.deepcopy(own_target.model).cuda())
-    compiled = answers(engine_with(target, draft, shape, CompileSettings(4), None))
-    assert compiled == answers(engine_with(target, draft, shape, None, None))
+    compiled = answers(engine_with(target, draft, shape, None))
+    assert compiled == answers(engine_with(target, draft, shape, None, torch_compile=False))
 
 
-def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, monkeypatch):
+def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, backend, monkeypatch):
     """Each recording up to the bound, and none above, is of compiled layers, of the target and of the head. They are
     made before the first request, and nothing is compiled afterwards."""
     compiled_now: list[bool] = []
@@ -110,26 +109,18 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, monk
 
     own, kinds = CompiledForward._run, set()
     monkeypatch.setattr(CompiledForward, "_run", ran)
-    engine = engine_with(own_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
+    backend("eager")
+    engine = engine_with(own_target, build("eagle3"), "3,3,8", noting, torch_compile_max_bs=2)
     assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
-    rows = [kind.bucket for kind in engine._launches.graphs._recordings._made]
+    rows = [kind.bucket for kind in engine._rounds.graphs.recordings._made]
     assert list(recorded.values()) == [bucket <= 2 for bucket in rows] and set(rows) == {1, 2, 4}
     assert kinds == {"LlamaModel", "DraftLayer"}
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"
 
 
-def test_layers_of_one_kind_share_what_was_compiled(own_target):
-    """Compiled layer by layer, an 8B target would start for minutes."""
-    before = counters["stats"]["unique_graphs"]
-    torch.compiler.reset()
-    engine = engine_with(own_target, None, "", CompileSettings(1, "eager"))
-    engine.close()
-    assert counters["stats"]["unique_graphs"] == before + 2, "not the check's size and the round's, each once"
-
-
-def test_layers_that_come_out_different_are_refused(own_target):
+def test_layers_that_come_out_different_are_refused(own_target, backend):
     """A compiler that computes something else must never answer."""
 
     def wrong(graph, _inputs):
@@ -139,29 +130,19 @@ def test_layers_that_come_out_different_are_refused(own_target):
         raise NotImplementedError("no such instruction")
 
     torch.compiler.reset()
+    backend(wrong)
     with pytest.raises(CompileError, match="logits differ.* leave it out"):
-        engine_with(own_target, None, "", CompileSettings(4, wrong))
+        engine_with(own_target, None, "")
     torch.compiler.reset()
+    backend(broken)
     with pytest.raises(CompileError, match="LlamaModel cannot be compiled .*no such instruction"):
-        engine_with(own_target, None, "", CompileSettings(4, broken))
+        engine_with(own_target, None, "")
 
 
-def test_where_nothing_would_be_compiled(own_target):
-    with pytest.raises(CompileError, match="no round is recorded, because NgramDrafter"):
-        engine_with(own_target, NgramLookup(), "3,1,4", CompileSettings(4, "eager"))
-    with pytest.raises(CompileError, match="torch_compile_max_bs is 0"):
-        CompileSettings(0)
-
-
-@pytest.mark.parametrize("max_rows, graph_rows, bound", [(None, 64, 32), (None, 8, 8), (4, 64, 4)])
+@pytest.mark.parametrize("max_rows, graph_rows, bound", [(None, 64, 32), (None, 8, 8), (4, 64, 4), (None, None, 16)])
 def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     config = EngineConfig(target="x", torch_compile=True, torch_compile_max_bs=max_rows, cuda_graph_max_bs=graph_rows)
-    target = SimpleNamespace(device=CUDA, config=LlamaConfig())
-    settings = graph_settings(config, target, None)
-    assert settings is not None and settings.compiled == CompileSettings(bound, "inductor")
-    alone = replace(config, cuda_graph_max_bs=None)  # rounds of up to 16 requests are recorded
-    settings = graph_settings(alone, target, None)
-    assert settings is not None and settings.compiled == CompileSettings(max_rows or 16, "inductor")
+    assert config.with_graph_sizes().torch_compile_max_bs == bound
 
 
 # -- eager rounds ------------------------------------------------------------------------------------------------------
@@ -171,10 +152,7 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
 @pytest.mark.parametrize(
     "name, shape",
     [
-        ("none", ""),
         ("ngram", "3,1,4"),
-        ("eagle3", "3,1,4"),
-        ("eagle3", "3,3,8"),
         ("mtp-three-layers", "3,3,8"),
         ("dspark", "4,1,5"),
     ],
@@ -217,30 +195,6 @@ def test_inductor_compiles_eager_rounds(own_target, small_draft):
     assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_inductors_loops_follow_the_number_of_threads(own_target, monkeypatch):
-    """With a thread for each of two cores, of two logical CPUs each, Inductor would write `num_threads(2)` into its
-    loops: a round with fewer threads would wait for a thread that another process keeps from running."""
-    threads, most = torch.get_num_threads(), 2
-    monkeypatch.setattr(os, "cpu_count", lambda: 2 * most)
-    at, states = torch.arange(5)[None], []
-    torch.set_num_threads(most)
-    try:
-        with torch._inductor.config.patch(fx_graph_cache=False):
-            engine, code = run_and_get_code(Engine, own_target, torch_compile=True)
-        loops = [line for program in code for line in program.splitlines() if "#pragma omp parallel" in line]
-        assert loops and not any("num_threads" in line for line in loops)
-        for number in (most, 1):
-            torch.set_num_threads(number)
-            with torch.inference_mode(), engine._around_step():
-                states.append(engine._forward(at + 3, at, UncachedMetadata()))
-        torch.testing.assert_close(*states)
-        compiled = answers(engine)
-    finally:
-        torch.set_num_threads(threads)
-    assert compiled == answers(Engine(own_target))
-
-
 def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
     """Hooks that read or replace what enters a layer or leaves it, also one that is registered after the engine was
     built: without a guard on hooks, the program would run on without it."""
@@ -270,4 +224,4 @@ def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
 def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
     forward = SimpleNamespace(target=SimpleNamespace(device=CUDA), linear_layers=())
     with pytest.raises(CompileError, match="target on cuda, where only recorded rounds are compiled"):
-        CompiledForward(CompileSettings(), forward, None, dynamic=True)
+        CompiledForward(forward, None, dynamic=True)

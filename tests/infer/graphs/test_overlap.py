@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from tests.infer.engine.test_host_reads import HostReads
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.graph_rounds import GraphRounds
-from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.engine.round import Rounds
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -46,7 +44,7 @@ class Watch:
     def check_pages(self) -> None:
         """Every row that is not past its end has pages for what it writes, wherever the device has got meanwhile."""
         engine = self.engine
-        pool, state = engine._memory.pool, engine._launches.graphs.state
+        pool, state = engine._memory.pool, engine._rounds.state
         for row, request in enumerate(engine._running):
             read = int(state.row_states[1, row])
             self.counts["ahead"] += read > request.length - 1
@@ -75,7 +73,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
             one = SETTINGS[i % len(SETTINGS)]
             requests.append(engine.add_request(prompt, SamplingParams(**{"max_tokens": 60, "seed": i, **one})))
         if abort and step in ABORTS and engine._running:
-            watch.counts["aborted in flight"] += engine._launches.in_flight
+            watch.counts["aborted in flight"] += engine._rounds.in_flight
             engine.abort(engine._running[ABORTS[step] % len(engine._running)])
         if abort and step == 8:
             engine.abort(engine.scheduler.waiting[-1])
@@ -85,7 +83,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
         if not engine.has_work() and len(requests) == 24:
             break
     assert all(request.finished and len(request.output_ids) == seen[request] for request in requests)
-    assert not engine._launches.in_flight
+    assert not engine._rounds.in_flight
     engine._memory._prefixes.evict(engine._memory.pool.capacity)
     assert engine._memory.pool.held == 0, "pages leaked"
     engine.close()
@@ -97,8 +95,8 @@ def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | Non
     watch.engine = Engine(
         target, draft, None if draft is None else DraftShape.parse(shape),
         max_running_requests=ROWS, context_length=CONTEXT,
-        graphs=None if capture is None else GraphSettings(ROWS, watch.capture(capture), **settings),
-        memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
+        capture=None if capture is None else watch.capture(capture), max_total_tokens=tokens, chunked_prefill_size=16,
+        **settings,
     )  # fmt: skip
     return watch
 
@@ -131,8 +129,6 @@ def agreeing(small_target, shared_draft):
 CASES = [
     ("none", "", True, None),
     ("eagle2", "3,3,8", True, 112),
-    pytest.param("eagle2", "3,1,4", True, None, marks=pytest.mark.slow),
-    pytest.param("eagle2", "3,3,8", True, None, marks=pytest.mark.slow),
     pytest.param("eagle2", "3,3,8", False, None, marks=pytest.mark.slow),
     pytest.param("mtp-three-layers", "4,1,5", True, None, marks=pytest.mark.slow),
 ]
@@ -145,9 +141,15 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
     """Ragged arrivals, stop strings inside accepted runs, limits of one and more tokens, the end of the context, and
     (tokens) too little memory: tokens, accepted counts, events and reasons are equal; aborted answers a beginning."""
     target, draft = agreeing(name)
-    behind, launch_after = [], GraphRounds.launch_after
-    monkeypatch.setattr(GraphRounds, "launch_after", lambda *args: behind.append(1) or launch_after(*args))
-    graphed = watched(target, draft, shape, recording, tokens, overlap=overlap)
+    behind, launch_after = [], Rounds._launch_after
+
+    def noted(*given):
+        following = launch_after(*given)
+        behind.extend([] if following is None else [1])
+        return following
+
+    monkeypatch.setattr(Rounds, "_launch_after", noted)
+    graphed = watched(target, draft, shape, recording, tokens, disable_overlap_schedule=not overlap)
     eager = watched(target, draft, shape, None, tokens)
     ours, theirs = scene(graphed, abort=True), scene(eager, abort=False)
     for mine, other in zip(ours, theirs, strict=True):
@@ -167,7 +169,7 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
         assert not behind and not graphed.counts.total()
 
 
-@pytest.mark.parametrize("shape, overlap", [("", True), ("3,1,4", True), ("3,3,8", True), ("3,3,8", False)])
+@pytest.mark.parametrize("shape, overlap", [("", True), ("3,3,8", True), ("3,3,8", False)])
 def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, monkeypatch, shape, overlap):
     """And between two launches the host reads nothing else from the device: it never waits for the newest round."""
     target, draft = agreeing("eagle2" if shape else "none")
@@ -179,7 +181,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
 
     engine = Engine(
         target, draft, DraftShape.parse(shape) if shape else None, max_running_requests=4,
-        graphs=GraphSettings(3, capture, overlap=overlap), memory=MemorySettings(scattered_pages=True),
+        capture=capture, cuda_graph_max_bs=3, disable_overlap_schedule=not overlap,
     )  # fmt: skip
     settings = ({}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9})
     params = [SamplingParams(max_tokens=100, seed=i, ignore_eos=True, **one) for i, one in enumerate(settings)]
@@ -196,30 +198,12 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
             )
             written = [len(one.output_ids) for one in requests]
     assert reads.found == ["launch", "tolist"] * 12
-    lengths = engine._launches.graphs.state.row_states[1, :3].tolist()
+    lengths = engine._rounds.state.row_states[1, :3].tolist()
     ahead = [length + 1 > one.length for length, one in zip(lengths, requests, strict=True)]
     assert ahead == [overlap] * 3  # what was read is the round before the one that was launched
     late = engine.add_request([9, 8, 7], SamplingParams())
     assert set(engine.step()) == {*requests, late} and late.output_ids  # who comes is not kept waiting
     engine.close()
-
-
-def test_a_round_that_is_lost_is_run_again(agreeing, recording, monkeypatch):
-    """A step fails when the next round is to be launched, and nobody reads the round in flight: what the device holds
-    by then is not what the host's requests are at."""
-    target, draft = agreeing("eagle2")
-    graphed, eager = watched(target, draft, "3,3,8", recording), watched(target, draft, "3,3,8", None)
-    prompts, params = [[3, 5, 9], [4] * 6], SamplingParams(max_tokens=30, ignore_eos=True)
-    requests = [graphed.engine.add_request(prompt, params) for prompt in prompts]
-    graphed.step()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no launch"):
-        patch.setattr(GraphRounds, "launch_after", lambda *args: (_ for _ in ()).throw(RuntimeError("no launch")))
-        graphed.step()
-    while graphed.engine.has_work():
-        graphed.step()
-    wanted = eager.engine.generate(prompts, params)
-    assert [one.output_ids for one in requests] == [one.output_ids for one in wanted]
-    graphed.engine.close(), eager.engine.close()
 
 
 @pytest.mark.gpu
@@ -229,7 +213,7 @@ def test_the_host_waits_for_the_last_round_alone(agreeing, shape):
     """On a GPU nothing in a step waits for the device, but the event behind the round that is read; pages grow."""
     target, draft = agreeing("eagle2")
     target, draft = replace(target, model=target.model.cuda()), replace(draft, head=draft.head.cuda())
-    engine = Engine(target, draft, DraftShape.parse(shape), max_running_requests=ROWS, graphs=GraphSettings(ROWS))
+    engine = Engine(target, draft, DraftShape.parse(shape), max_running_requests=ROWS)
     requests = [
         engine.add_request([5 + i] * (3 + 4 * i), SamplingParams(max_tokens=200, ignore_eos=True)) for i in range(4)
     ]
@@ -286,7 +270,7 @@ def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, ca
     engine.close()
     drawing = Engine(
         small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=2, verify="block",
-        graphs=GraphSettings(2, recording), memory=MemorySettings(scattered_pages=True),
+        capture=recording,
     )  # fmt: skip
     assert recording.recorded == 24 + 2
     drawing.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -58,29 +57,6 @@ def device(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(recordings.torch, "cuda", cuda)
     state.default = default
     return state
-
-
-def test_recordings_share_a_pool_and_a_stream(device) -> None:
-    """A stream of its own for each would cost a workspace of each library; a pool of its own, its memory. Warm-ups run
-    on the caller's stream: a workspace that they allocate is outside of the pool, and others can free it."""
-    capture, ran = CudaCapture(), []
-    for _ in range(2):
-        capture(lambda: ran.append(device.current))()
-    (first_pool, first), _, (second_pool, second), _ = device.used
-    assert (first_pool, second_pool) == (None, "pool") and first is second is not device.default
-    assert ran == 2 * [*[device.default] * WARM_UPS, first] and device.current is device.default
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_nothing_is_collected_inside_a_capture(device, enabled) -> None:
-    """A collection frees what is in cycles, another graph among it, and a capture does not survive that."""
-    collecting = []
-    (gc.enable if enabled else gc.disable)()
-    try:
-        CudaCapture()(lambda: collecting.append(gc.isenabled()))
-        assert collecting == [enabled] * WARM_UPS + [False] and gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("fails_in", [1, WARM_UPS + 1])

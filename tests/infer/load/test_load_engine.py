@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import LlamaConfig, Qwen3NextConfig
 
-from toolkit.checkpoint.draft_dir import DraftDirError, load_draft
+from toolkit.checkpoint.draft_dir import DraftDirError
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.composed_drafter import ComposedDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.load.config import ConfigError, EngineConfig
-from toolkit.infer.load.load_draft import depth_warning
-from toolkit.infer.load.load_engine import graph_settings, load_engine
+from toolkit.infer.engine.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_engine import build_engine, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -58,15 +55,6 @@ def test_a_given_shape_is_drafted_as_it_is(draft):
         opened.engine.close()
 
 
-def test_the_depth_warning_quotes_the_heads_own_depths(draft):
-    """Lookup drafts up to 15 tokens where the text repeats itself: its rates rise with depth."""
-    head = {"shape": "adaptive", "lookup": False, "accept_rate": [0.3, 0.2, 0.1]}
-    both = {"shape": "adaptive", "lookup": True, "accept_rate": [0.43, 0.44, 0.63, 0.81]}
-    opened = load_draft(draft)
-    opened.meta |= {"training": {"unroll": {"ttt_steps": 2}}, "measured": {"rows": [head, both]}}
-    assert "(measured with it: 30 20 10 % at depth 1, 2, ..)" in depth_warning(opened, DraftShape.chain(4))
-
-
 def test_no_draft_keeps_the_target(draft):
     """no_draft on the same directory is the plain baseline."""
     opened = load_engine(EngineConfig(draft=draft, no_draft=True))
@@ -77,13 +65,9 @@ def test_no_draft_keeps_the_target(draft):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"target": None}, "neither `draft` nor `target` is given"),
-        ({"draft": "ngram", "shape": "4,1"}, "`shape`: .*4,1,5"),
         ({"device": "toaster"}, "`device` is 'toaster'"),
         ({"device": "cuda:99"}, "`device` is cuda:99, but PyTorch sees"),
-        ({"device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
-        ({"mem_fraction_static": 2.0}, "`mem_fraction_static` is 2"),
-        ({"draft": "none", "verify": "block"}, "`verify` is block, which needs a draft head"),
+        ({"device": "cpu", "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4.*the device is cpu"),
         ({"draft": "ngram", "verify": "rejection"}, "n-gram lookup have none"),
     ],
 )
@@ -102,34 +86,37 @@ def test_draft_that_names_no_target(draft):
         load_engine(EngineConfig(draft=draft))
 
 
-@pytest.mark.parametrize(
-    ("options", "draft", "config", "says"),
-    [
-        ({}, None, LlamaConfig(), None),
-        ({"cuda_graph_max_bs": 4}, None, LlamaConfig(), None),
-        ({}, NgramLookup(), LlamaConfig(), "n-gram lookup drafts on the host"),
-        ({}, None, Qwen3NextConfig(), "the target has linear-attention layers"),
-        ({"adaptive": True}, None, LlamaConfig(), "`adaptive` is set"),
-    ],
-)
-def test_graphs_are_the_default_on_a_gpu(options, draft, config, says, caplog):
-    """Every engine asks here, so serve, LLM, rollouts and measurements record. What cannot be recorded runs eagerly,
-    and one line of the log says why."""
-    target = SimpleNamespace(device=torch.device("cuda", 0), config=config)
-    with caplog.at_level(logging.INFO):
-        settings = graph_settings(EngineConfig(max_running_requests=8, **options), target, draft)
-    if says is None:
-        assert settings is not None and settings.max_rows == options.get("cuda_graph_max_bs", 8) and settings.overlap
-        assert not caplog.records
-    else:
-        assert settings is None
-        (line,) = caplog.messages
-        assert line.startswith("rounds run eagerly, not as CUDA graphs:") and says in line
+def drafter_of(target, draft, **options):
+    loaded = build_engine(EngineConfig(draft="x", **options), target, draft)
+    loaded.engine.close()
+    return loaded.engine.drafter
 
 
-def test_no_graphs_on_a_cpu(caplog):
-    """Nothing changes there, and nothing is said."""
-    target = SimpleNamespace(device=torch.device("cpu"), config=LlamaConfig())
-    with caplog.at_level(logging.INFO):
-        assert graph_settings(EngineConfig(), target, None) is None
-    assert not caplog.records
+def test_adaptive_drafting_has_lookup_unless_refused(small_target, small_draft):
+    assert isinstance(drafter_of(small_target, small_draft).inner, ComposedDrafter)
+    assert not isinstance(drafter_of(small_target, small_draft, lookup=False).inner, ComposedDrafter)
+    assert not isinstance(drafter_of(small_target, small_draft, shape="3,1,4"), ComposedDrafter)
+    assert isinstance(drafter_of(small_target, small_draft, shape="3,1,4", lookup=True), ComposedDrafter)
+
+
+def test_the_corpus_has_the_answers_of_a_file(small_target, small_draft, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]},
+        {"text": "f g"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drafter = drafter_of(small_target, small_draft, lookup_corpus=path).inner
+    ids = [small_target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("c d e", "f g")]
+    assert drafter._corpus.tokens == [*ids[0], -1, *ids[1], -1]
+
+
+def test_lookup_that_cannot_be_is_refused(small_target, small_draft, tmp_path):
+    with pytest.raises(ConfigError, match="missing.txt, which cannot be read"):
+        drafter_of(small_target, small_draft, lookup_corpus="missing.txt")
+    with pytest.raises(ConfigError, match="no head beside it"):
+        drafter_of(small_target, NgramLookup(), lookup=True)
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=r"answers.jsonl:1 has neither `messages` nor `text`"):
+        drafter_of(small_target, small_draft, lookup_corpus=path)

@@ -24,7 +24,7 @@ from toolkit.errors import TargetError
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import cpu_door
 from toolkit.infer.engine import engine as engine_module
-from toolkit.infer.load.config import ConfigError
+from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import save_freq_list
@@ -46,11 +46,20 @@ class Folders:
     map: Path  # ids for the MTP head
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-tied"])
-def folders(request, tmp_path_factory) -> Folders:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Folders:
+    return folders_of("qwen2-tied", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory) -> Folders:
+    return folders_of("llama", tmp_path_factory)
+
+
+def folders_of(name: str, tmp_path_factory) -> Folders:
     """Qwen2 here ties its embedding to its output matrix, and has biases."""
-    root = tmp_path_factory.mktemp(request.param)
-    targets = [family(request.param, seed) for seed in (0, 5)]
+    root = tmp_path_factory.mktemp(name)
+    targets = [family(name, seed) for seed in (0, 5)]
     for name, target in zip(("old", "new"), targets, strict=True):
         target.model.save_pretrained(root / name)
         target.tokenizer.save_pretrained(root / name)
@@ -105,15 +114,10 @@ def model_of(folder: Path) -> torch.nn.Module:
 
 
 CASES = {
-    "plain": {"draft": "none"},
-    "ngram": {"draft": "ngram"},
     "eagle3": {"draft": "head"},
-    "eagle3-no-prefixes": {"draft": "head", "prefix_cache": False},
-    "mtp": {"draft": "mtp"},
     "mtp-with-a-map": {"draft": "mtp", "token_map": "map"},
     "blocks": {"draft": "mtp", "token_map": "map", "dtype": "bfloat16"},
     "blocks-draft-not-rounded": {"draft": "mtp", "dtype": "bfloat16", "draft_quantization": "none"},
-    "int8": {"draft": "mtp", "token_map": "map", "quantization": "int8"},
     "int8-blocks": {"draft": "head", "quantization": "int8", "dtype": "bfloat16"},
 }
 
@@ -139,35 +143,25 @@ def checked_update(folders: Folders, shape: dict, given, **more) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_as_a_new_start(folders, case):
-    """From a directory: every format of weights, every drafter that holds something of the target's."""
-    shape = {} if case == "plain" else {"shape": "3,1,4"}
-    checked_update(folders, shape, folders.new, **options(folders, case))
+def test_an_update_is_as_a_new_start(folders, untied, case):
+    """From a directory: every format of weights, heads that hold something of the target's."""
+    there = untied if case == "mtp-with-a-map" else folders
+    checked_update(there, {"shape": "3,1,4"}, there.new, **options(there, case))
 
 
-@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8"])
-def test_an_update_from_a_state_dict(folders, case):
-    """As a trainer has it: its tied weights under both names or one, in another float."""
-    state = model_of(folders.new).state_dict()
-    assert any("lm_head" in name for name in state)
-    checked_update(folders, {"shape": "3,1,4"}, state, **options(folders, case))
-    if model_of(folders.new).config.tie_word_embeddings:
-        state = {name: value.double() for name, value in state.items() if "lm_head" not in name}
-        checked_update(folders, {"shape": "3,1,4"}, state, **options(folders, case))
+def test_an_update_from_a_state_dict(folders, untied):
+    """As a trainer has it: its tied weights under one name, in another float; or untied ones."""
+    for there, case in ((folders, "blocks"), (untied, "eagle3")):
+        state = model_of(there.new).state_dict()
+        if there is folders:
+            state = {name: value.double() for name, value in state.items() if "lm_head" not in name}
+        checked_update(there, {"shape": "3,1,4"}, state, **options(there, case))
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8"])
+@pytest.mark.parametrize("case", ["eagle3", "blocks"])
 def test_an_update_keeps_traced_programs(folders, case, traced_programs):
     """A program that holds a copy of a weight, or its old address, would write the old model's tokens."""
-    checked_update(folders, {"shape": "3,1,4", "torch_compile": True}, folders.new, **options(folders, case))
-
-
-@pytest.mark.compile
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8-blocks"])
-def test_an_update_keeps_compiled_programs(folders, case):
-    torch.compiler.reset()
     checked_update(folders, {"shape": "3,1,4", "torch_compile": True}, folders.new, **options(folders, case))
 
 
@@ -182,52 +176,11 @@ def test_weights_that_do_not_fit_change_nothing(folders):
         with pytest.raises(WeightsError) as caught:
             llm.update_weights(bad)
         assert all(name in str(caught.value) for name in (f"missing: {norm}", "unexpected: model.extra", query))
-        for value, says in (
-            (state[norm].to("meta"), "without values"),
-            (state[norm].to(torch.int8), "dtype of model.norm.weight torch.int8"),
-            ([1.0], "is list"),
-        ):
-            with pytest.raises(WeightsError, match=says):
-                llm.update_weights(state | {norm: value})
-        if llm.target.model.config.tie_word_embeddings:
-            with pytest.raises(WeightsError, match="differ, but Qwen2ForCausalLM ties them"):
-                llm.update_weights(state | {"lm_head.weight": state["lm_head.weight"] + 1})
+        with pytest.raises(WeightsError, match="dtype of model.norm.weight torch.int8"):
+            llm.update_weights(state | {norm: state[norm].to(torch.int8)})
+        with pytest.raises(WeightsError, match="differ, but Qwen2ForCausalLM ties them"):
+            llm.update_weights(state | {"lm_head.weight": state["lm_head.weight"] + 1})
         assert written(llm) == before
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor of another device, as a trainer's: it can be looked at, copied, and moved, unless `lost`."""
-
-    lost = False
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name, to_cpu = getattr(function, "__name__", ""), any(isinstance(one, torch.device) for one in args)
-        if name == "to" and to_cpu and cls.lost and args[0].shape == (64, 64):
-            raise torch.OutOfMemoryError("no room to move it")
-        if name in ("to", "copy_", "__get__", "equal", "__repr__", "dim", "size") or to_cpu:
-            with torch._C.DisableTorchFunctionSubclass():
-                found = function(*args, **(kwargs or {}))
-            return found.as_subclass(torch.Tensor) if to_cpu else found
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
-
-
-@pytest.mark.parametrize("case", ["eagle3", "blocks", "int8"])
-def test_weights_of_another_device_are_moved_before_any_is_copied(folders, case, monkeypatch):
-    """As of a trainer on a GPU: packing reads a weight where the layer is. One that cannot be moved changes nothing."""
-    given = {name: one.as_subclass(Elsewhere) for name, one in model_of(folders.new).state_dict().items()}
-    shape = {"shape": "3,1,4", **options(folders, case)}
-    with LLM(folders.new, **shape) as fresh:
-        wanted = written(fresh)
-    with LLM(folders.old, prefix_cache=False, **shape) as llm:
-        before = written(llm)
-        monkeypatch.setattr(Elsewhere, "lost", True)
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            llm.update_weights(given)
-        assert written(llm) == before
-        monkeypatch.setattr(Elsewhere, "lost", False)
-        llm.update_weights(given)
-        assert written(llm) == wanted
 
 
 def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path):
@@ -246,8 +199,6 @@ def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path):
             llm.update_weights(tmp_path / "other")
         with pytest.raises(TargetError, match="missing model.layers.0.input_layernorm"):
             llm.update_weights(lacking)
-        with pytest.raises(TargetError, match="does not exist"):
-            llm.update_weights(tmp_path / "nowhere")
         assert written(llm) == before
 
 
@@ -280,7 +231,7 @@ def test_statistics_of_acceptance_are_dropped(folders):
         assert written(llm)[0] == written(llm)[0]
 
 
-@pytest.mark.parametrize("case", ["eagle3", "mtp-with-a-map"])
+@pytest.mark.parametrize("case", ["mtp-with-a-map"])
 def test_an_update_keeps_every_address(folders, case, monkeypatch):
     """A CUDA graph reads its tensors by their addresses. As on a GPU, nothing is packed."""
     monkeypatch.setattr(cpu_door, "pack_linears", lambda *_, **__: 0)
@@ -295,7 +246,7 @@ def test_an_update_keeps_every_address(folders, case, monkeypatch):
         before = addresses(llm)
         written(llm)
         llm.update_weights(folders.new)
-        llm.refresh_draft(folders.mtp if "mtp" in case else folders.next_head)
+        llm.refresh_draft(folders.mtp)
         written(llm)
         assert addresses(llm) == before
 
@@ -303,12 +254,10 @@ def test_an_update_keeps_every_address(folders, case, monkeypatch):
 # -- the draft head ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["eagle3", "blocks-draft-not-rounded", "int8-blocks"])
+@pytest.mark.parametrize("case", ["eagle3", "int8-blocks"])
 def test_a_head_is_refreshed_in_place(folders, case):
     """From a directory and from a state dict: the drafts are those of a new LLM with this head."""
     more = options(folders, case) | {"shape": "3,3,8"}
-    if case == "blocks-draft-not-rounded":
-        more["draft"] = folders.head
     with LLM(folders.old, **{**more, "draft": folders.next_head}) as fresh:
         wanted = written(fresh), written(fresh)
     with LLM(folders.old, **more) as llm:
@@ -325,7 +274,7 @@ def test_a_head_is_refreshed_in_place(folders, case):
         assert written(llm) == again
 
 
-@pytest.mark.parametrize("first, then", [("head", "mtp"), ("ngram", "head"), ("none", "head"), ("mtp", "ngram")])
+@pytest.mark.parametrize("first, then", [("head", "mtp"), ("none", "head"), ("mtp", "ngram")])
 def test_another_kind_of_draft_replaces_the_drafter(folders, first, then):
     """The target stays, also with weights that it got in the meantime."""
     of = {name: getattr(folders, name, name) for name in (first, then)}
@@ -392,11 +341,3 @@ def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatc
             for call in (lambda: llm.generate([[1]]), lambda: llm.refresh_draft(folders.head)):
                 with pytest.raises(EngineError, match="this LLM is closed; make another one"):
                     call()
-
-
-def test_several_processes_are_refused(folders, monkeypatch):
-    with LLM(folders.old, folders.head) as llm:
-        llm.config = llm.config.with_options(tensor_parallel_size=2)
-        for call in (lambda: llm.update_weights(folders.new), lambda: llm.refresh_draft({})):
-            with pytest.raises(EngineError, match="tensor_parallel_size"):
-                call()

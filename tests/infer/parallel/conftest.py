@@ -25,13 +25,10 @@ from toolkit.tokenmap.token_map import TokenMap
 VOCABULARY = 24  # few tokens: an untrained head is right now and then
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},  # a bias behind a sum over ranks counts once
-    "qwen3": {"head_dim": 24},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "phi3": {},
     "olmo2": {},
     "mixtral": {"num_local_experts": 2},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
-    "llama-mqa": {"num_key_value_heads": 1},
     "llama-odd": {"vocab_size": VOCABULARY + 1},
 }
 

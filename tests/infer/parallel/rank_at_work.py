@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_rank
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape

@@ -15,7 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from toolkit.infer.engine.engine_load import EngineLoad
+from toolkit.infer.engine.engine import EngineLoad
 from toolkit.infer.load.answer import Answer
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, VerifyEvent

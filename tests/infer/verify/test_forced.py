@@ -7,7 +7,7 @@ import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
@@ -94,9 +94,9 @@ def test_an_engine_that_is_forced(tiny_target, tiny_draft, recorded: bool, shape
     """A random head would accept nothing. Eager rounds and recorded ones accept the same, and plain rounds are left
     alone. Integrity of the caches is that of any other round."""
 
-    def answers(forced: ForcedAcceptance | None, graphs: GraphSettings | None) -> list:
+    def answers(forced: ForcedAcceptance | None, capture: Capture | None) -> list:
         engine = Engine(
-            tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, graphs=graphs, forced=forced,
+            tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, capture=capture, forced=forced,
             memory=MemorySettings(scattered_pages=True, prefix_cache=False),
         )  # fmt: skip
         requests = [engine.add_request(ids, SamplingParams(max_tokens=40, ignore_eos=True)) for ids in ([5, 6], [7, 8])]
@@ -106,7 +106,7 @@ def test_an_engine_that_is_forced(tiny_target, tiny_draft, recorded: bool, shape
         engine.close()
         return requests
 
-    graphs = GraphSettings(2, lambda run: run) if recorded else None
+    graphs = (lambda run: run) if recorded else None
     assert summarise(event for one in answers(None, graphs) for event in one.events).accept_length < 2
     always = answers(ForcedAcceptance.parse("3"), graphs)
     assert {event.accepted for one in always for event in one.events} == {2}

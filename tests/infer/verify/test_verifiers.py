@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.drafters import composed_drafter
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.draft_sampling import DrawnTokens
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
@@ -300,7 +299,7 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
 
 @pytest.mark.parametrize(
     "name, lookup",
-    [("eagle3", None), ("eagle3", Lookup()), ("dspark", None)],
+    [("eagle3", None), ("eagle3", True), ("dspark", None)],
     ids=["head", "head and lookup", "dspark"],
 )
 @pytest.mark.parametrize("verify", [*DRAWING, "auto"])
@@ -324,7 +323,7 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
     probs = two_token_distribution(small_target, prompt, SamplingParams(**settings)).flatten()
     monkeypatch.setattr(composed_drafter, "LEAST_LENGTH", 1.0)
     options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
-    draft = dataclasses.replace(build(name), least_confidence=0.45 if name == "dspark" else 0.0)
+    draft = dataclasses.replace(build(name), draft_confidence=0.45 if name == "dspark" else 0.0)
     engine = Engine(small_target, draft, DraftShape.chain(2), **options)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0

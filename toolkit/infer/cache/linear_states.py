@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.errors import DraftShapeError
 
 STATES_PER_ROW = 2  # kept prefixes whose states are kept too; a state is as large as many pages
 Stores = dict[int, Tensor]  # by the layer's number in the target
@@ -176,19 +176,14 @@ class LinearStates:
         ]
 
 
-def check_chains(states: LinearStates | None, shape: DraftShape | None, *, recorded: bool = False) -> None:
-    """Raise DraftShapeError or EngineError for what targets with such layers do not support: trees, and CUDA graphs."""
+def check_chains(states: LinearStates | None, shape: DraftShape | None) -> None:
+    """Raise DraftShapeError for a tree, which targets with such layers do not support."""
     if states is None:
         return
     if shape is not None and not shape.is_chain:
         raise DraftShapeError(
             f"the draft shape is a {shape.name} ({shape.as_text()}), and the target has linear-attention layers, whose "
             "states follow one chain; give a shape with top_k 1, such as 3,1,4"
-        )
-    if recorded:
-        raise EngineError(
-            "`cuda_graph_max_bs` is set, and rounds of a target with linear-attention layers are not recorded; leave "
-            "it out"
         )
 
 

@@ -218,7 +218,7 @@ class BlockDrafter(HeadDrafter):
     def __init__(
         self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, draws: Draws | None = None
     ) -> None:
-        self._least, self.ends_chains = draft.least_confidence, draft.least_confidence > 0
+        self._draft_confidence, self.ends_chains = draft.draft_confidence, draft.draft_confidence > 0
         super().__init__(target, draft, shape, pool, draws=draws)
 
     def weights_changed(self) -> None:
@@ -252,7 +252,7 @@ class BlockDrafter(HeadDrafter):
             return chain
         assert isinstance(nodes, BlockRollout)
         chance = self.reader.confidence(nodes.block[:, : chain.nodes - 1], chain.tokens[:, :-1]).cumprod(dim=1)
-        counts = ((chance >= self._least) & chain.valid[:, 1:]).sum(dim=1).tolist()
+        counts = ((chance >= self._draft_confidence) & chain.valid[:, 1:]).sum(dim=1).tolist()
         most, roots = max(counts), chain.tokens[:, 0]
         if most == 0:
             return root_only(roots)

@@ -12,28 +12,32 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
-from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.cache_manager import KVMemory, MemorySettings
+from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.block_drafter import default_shape
 from toolkit.infer.drafters.choose_drafter import Draft, Lookup, cached_token_bytes, choose_drafter, with_choices
+from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.drafters.lookup import SuffixAutomaton
+from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import compile_flags, install_native_ops
-from toolkit.infer.engine.first_launches import FirstLaunches
 from toolkit.infer.engine.prefill import PromptReader
-from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
+from toolkit.infer.engine.round import RoundContext, Rounds, commit, run_round
 from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
+from toolkit.infer.engine.warm_up import warm_up
 from toolkit.infer.graphs.compiled_forward import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
-from toolkit.infer.graphs.overlap import Launches
-from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.dispatch import use_device
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
@@ -42,10 +46,14 @@ from toolkit.infer.request.grammar import Grammars
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, checked_prompt, one_for_each
 from toolkit.infer.verify.forced import ForcedAcceptance
-from toolkit.infer.verify.sampler import NodeLogprobs
-from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
+from toolkit.infer.verify.verifiers import choose_verifier
+from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
+
+logger = get_logger(__name__)
+
+DEFAULTS = EngineConfig(verify="target")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -53,26 +61,33 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
+def memory_of(config: EngineConfig, *, scattered: bool = False) -> MemorySettings:
+    """The size of the KV cache that the options state."""
+    return MemorySettings(
+        config.max_total_tokens,
+        config.prefix_cache,
+        config.chunked_prefill_size,
+        scattered or None,
+        config.mem_fraction_static,
+    )
+
+
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread calls step().
 
     draft: a head, n-gram lookup, or None for plain decoding.
-    shape: the draft shape; a chain of 4 by default.
-    max_running_requests: the largest batch; further requests wait.
-    context_length: limit of prompt plus answer in tokens, at most the target's context; None: as much of it as fits.
-    verify: how drafts are accepted at a temperature above 0: "target", or for chains of a head "rejection" or "block"
-        (see verifiers.py). All preserve the target's distribution. With "target" a seed gives the tokens of plain
-        decoding (in bfloat16 up to near-ties); with the others they also depend on the drafts. "auto" is "block" for
-        chains of a head and requests without a seed, and "target" otherwise. Greedy answers are the same with each.
-    adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
-        adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
-    lookup: draft by lookup too where a text repeats itself (composed_drafter.py). None: by the head alone.
-    memory: size of the KV cache.
-    deterministic: as the option of EngineConfig; changes the target's modules in place (batch_invariant.py).
-    torch_compile: compile target and head (CPU). graphs: run rounds as CUDA graphs, captured here, one in flight (GPU).
+    shape: the draft shape, in place of the option `shape`; a chain of 4 by default.
+    config, options: the options of EngineConfig, by its names; those that load the models are not read. Where one is
+        left to the engine, drafts are verified by the target's choices and always have `shape`; `build_engine` chooses
+        by what was measured. `deterministic` changes the target's modules in place (batch_invariant.py).
+    memory: size of the KV cache in place of the options for it, as ranks agree on it.
+    corpus: texts that `lookup` searches too.
+    capture: how rounds are recorded; None: as CUDA graphs.
+    short_lived: on a GPU record a round, or compile a kernel, at its first use and not here.
     forced: accept drafts by chance, not by the target's choices, so answers mean nothing (benchmarks of hardware).
 
-    Raises DraftDirError or UnsupportedTargetError for an unusable head or target, CompileError if compilation fails.
+    Raises ConfigError for options that cannot be combined, DraftDirError or UnsupportedTargetError for an unusable head
+    or target, CompileError if compilation fails.
     """
 
     def __init__(
@@ -80,61 +95,103 @@ class Engine:
         target: Target,
         draft: Draft | None = None,
         shape: DraftShape | None = None,
+        config: EngineConfig = DEFAULTS,
         *,
-        max_running_requests: int = 16,
-        context_length: int | None = None,
-        verify: str = "target",
-        adaptive: bool = False,
-        lookup: Lookup | None = None,
-        memory: MemorySettings = DEFAULT_MEMORY,
-        deterministic: bool = False,
-        torch_compile: bool = False,
-        graphs: GraphSettings | None = None,
+        memory: MemorySettings | None = None,
+        corpus: SuffixAutomaton | None = None,
+        capture: Capture | None = None,
+        short_lived: bool = False,
         forced: ForcedAcceptance | None = None,
+        **options: Any,
     ) -> None:
-        if shape is not None and draft is None:
+        config = self.config = config.with_options(**options)
+        device, recordable = target.device, "cuda" if capture is not None else target.device.type
+        config.check_engine(recordable)
+        if draft is None and shape is not None:
             raise EngineError(f"`shape` is {shape.as_text()}, but nothing is drafted; give `draft`, or leave it out")
-        if deterministic and (torch_compile or verify != "target"):
-            raise EngineError('`deterministic` is set: verify="target" is needed, and no `torch_compile`')
         self.target = target
-        use_device(target.device)
-        install_native_ops(target.device)
+        use_device(device)
+        install_native_ops(device)
         with torch.inference_mode():
-            self._forward = TargetForward(target, deterministic=deterministic)
-            sizes, shapes = (self._forward.kv_shape, max_running_requests), self._forward.state_shapes
-            beside = sum(one.bytes for one in shapes), cached_token_bytes(draft)
-            self.context_length = memory.context(*sizes, context_length, self._forward.max_context, *beside)
+            self._forward = forward = TargetForward(target, deterministic=config.deterministic)
+            recorded = self._records(recordable, draft, forward.kv_shape)
+            memory = memory_of(config, scattered=recorded) if memory is None else memory
+            sizes, states = (forward.kv_shape, config.max_running_requests), forward.state_shapes
+            beside = sum(one.bytes for one in states), cached_token_bytes(draft)
+            self.context_length = memory.context(*sizes, config.context_length, forward.max_context, *beside)
             pool = memory.pool(*sizes, self.context_length, *beside)
-            self._cache = KVCache(self._forward.kv_shape, pool, in_order=deterministic)
-            self._states = LinearStates.of_pool(shapes, pool, target.device)
-            self.shape = None if draft is None else shape or default_shape(draft)
-            check_chains(self._states, self.shape, recorded=graphs is not None)
+            self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
+            self._states = LinearStates.of_pool(states, pool, device)
+            self.shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
+            check_chains(self._states, self.shape)
+            verify = "target" if config.deterministic else config.verify
             has_head = isinstance(draft, DraftCheckpoint)
-            self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=graphs is not None)
+            self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=recorded)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
-            state = RoundState(max_running_requests, pool, target.device)
+            state = RoundState(config.max_running_requests, pool, device)
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-            if torch_compile:
-                compiled = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests, compile_flags())
-                self._around_step = compiled.running
+            if config.torch_compile and not recorded:
+                rows = config.max_running_requests
+                self._around_step = compile_for_eager_rounds(forward, self.drafter, rows, compile_flags()).running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if self.shape is not None:
-            self.drafter = with_choices(self.drafter, self.shape, lookup, target.device, adaptive=adaptive)
+            lookup = Lookup(corpus) if config.asks_for_lookup else None
+            self.drafter = with_choices(self.drafter, self.shape, lookup, device, adaptive=bool(config.adaptive))
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=memory.prefix_cache, states=self._states)
-        padding: Padding = "none" if self._states is not None else "little" if target.device.type == "cpu" else "any"
-        self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)
-        self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler, self._states)
-        context = RoundContext(self._forward, self._cache, self._states, head, self.context_length, forced)
-        self._rounds = EagerRounds(context, state, self.verifier)
-        parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
-        self._launches = Launches(None if graphs is None else GraphRounds(graphs, *parts), self.scheduler)
-        self.first_launches = FirstLaunches(context, state, self.scheduler.chunk)
+        padding: Padding = "none" if self._states is not None else "little" if device.type == "cpu" else "any"
+        rows, chunk = config.max_running_requests, memory.chunked_prefill_size
+        self.scheduler = Scheduler(rows, chunk, self._memory, padding=padding)
+        self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
+        context = RoundContext(forward, self._cache, self._states, head, self.context_length, forced)
+        graphs = self._graphs(context, state, capture, short_lived) if recorded else None
+        overlap = not config.disable_overlap_schedule
+        self._rounds = Rounds(context, state, self.verifier, self.scheduler, graphs, overlap=overlap)
         self._detokenizer = Detokenizer(target.tokenizer)
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_ids)
         self._arrivals = itertools.count()
-        self._limited = thread_limit(target.device, changing=not self._forward.fixes_threads)
+        self._limited = thread_limit(device, changing=not forward.fixes_threads)
+        self._warm_up = partial(warm_up, context, state, chunk=chunk)
+
+    def _records(self, device_type: str, draft: Draft | None, kv_shape: KVShape) -> bool:
+        """Whether rounds run as CUDA graphs. Raises ConfigError if they are asked for and cannot; else the log says
+        why not."""
+        config, width = self.config, max(kv_shape.head_dim, kv_shape.value_dim or 0)
+        if isinstance(draft, DraftCheckpoint):
+            of_head = cache_shape(draft.head, self.target.device)
+            width = max(width, of_head.head_dim, of_head.value_dim or 0)
+        why = config.why_eager(device_type, self.target, draft, width)
+        if why is not None and config.cuda_graph_max_bs is not None:
+            raise ConfigError(
+                f"`cuda_graph_max_bs` is {config.cuda_graph_max_bs}, but no round can be a CUDA graph: {why}; leave it "
+                "out"
+            )
+        if why is not None and device_type == "cuda":
+            logger.info("rounds run eagerly, not as CUDA graphs: %s", why)
+        return why is None
+
+    def _graphs(
+        self, context: RoundContext, state: RoundState, capture: Capture | None, short_lived: bool
+    ) -> GraphRounds:
+        config = self.config.with_graph_sizes()
+        assert config.cuda_graph_max_bs is not None
+        return GraphRounds(
+            lambda *parts: run_round(context, *parts)[0].numbers,
+            state,
+            context.forward,
+            self.drafter,
+            self.verifier,
+            rows=config.max_running_requests,
+            cuda_graph_max_bs=config.cuda_graph_max_bs,
+            torch_compile_max_bs=config.torch_compile_max_bs,
+            capture=capture,
+            short_lived=short_lived,
+        )
+
+    def warm_up(self) -> None:
+        """Launch the kernels that rounds and prompts need, so that no request waits for their compilation (GPU)."""
+        self._warm_up(self.drafter, self.shape)
 
     def add_request(
         self,
@@ -194,7 +251,7 @@ class Engine:
     @property
     def has_graphs(self) -> bool:
         """Whether rounds run as CUDA graphs. A replay runs no host code, so module hooks do not fire."""
-        return self._launches.graphs is not None
+        return self._rounds.graphs is not None
 
     def keep_pace(self, gap_s: float) -> None:
         """Read prompts in chunks of at most about so many seconds while requests run, by the measured speed (CPU)."""
@@ -204,7 +261,7 @@ class Engine:
     @property
     def eager_rounds(self) -> int:
         """Rounds that ran without a graph, of an engine that has some."""
-        return self._launches.eager_rounds
+        return self._rounds.eager_rounds
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -220,7 +277,7 @@ class Engine:
         self.drafter.set_shape(shape)
         # The unread features of the old shape may need more slots than the new shape does.
         self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
-        self._launches.shape_changed()
+        self._rounds.shape_changed()
 
     def close(self) -> None:
         """Remove the engine's hooks from the target. Do not step the engine afterwards."""
@@ -230,11 +287,11 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one round. Returns the requests that got tokens or ended.
 
-        With overlap a round returns its requests one step later (see overlap.py)."""
+        With overlap a round returns its requests one step later (see round.py)."""
         use_device(self.target.device)
         with self._limited(), self._around_step():
             touched = self._land()
-            if not self._launches.in_flight:
+            if not self._rounds.in_flight:
                 touched += self._schedule()
                 if self._running:
                     touched += self._round()
@@ -285,32 +342,24 @@ class Engine:
             self._finish()
         return begun
 
-    def _commit(
-        self, result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
-    ) -> list[Request]:
-        touched = commit(self._running, result, logprobs, started, proposed)
-        self._finish()
-        return touched
-
     def _finish(self) -> None:
         """Free the rows of ended requests. The last row moves into each free row."""
-        if self._launches.may_take_rows():
+        if self._rounds.may_take_rows():
             self._change_rows(lambda: self.scheduler.retire(self._keep))
 
     def _round(self) -> list[Request]:
-        """Propose, verify and commit, or launch the round as a graph (with overlap it lands in the next step)."""
-        if self._launches.launch():
-            return [] if self._launches.overlap else self._land()
-        started = time.perf_counter()
-        out = self._rounds(self._running, self.drafter)
-        return self._commit(out.result, out.logprobs, started, out.proposed)
+        """Launch a round and land it. A graph with overlap lands in the next step."""
+        return [] if self._rounds.launch(self.drafter) else self._land()
 
     def _land(self) -> list[Request]:
         """Commit the result of the round in flight, if there is one."""
-        if (landed := self._launches.land()) is None:
+        if (landed := self._rounds.land(self.drafter)) is None:
             return []
-        result, began = landed  # a graph has no time per part: the whole round counts as verification
-        return self._commit(result, None, began, began)
+        launched, result = landed
+        began, proposed = launched.began, launched.proposed
+        touched = commit(self._running, result, launched.logprobs, began, began if proposed is None else proposed)
+        self._finish()
+        return touched
 
     def _keep(self, row: int, request: Request) -> None:
         """Insert the positions that a row has read into the prefix cache; wipe those of a request that failed."""
@@ -335,5 +384,39 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
-        self.scheduler.check_integrity(self._launches.in_flight)
+        self.scheduler.check_integrity(self._rounds.in_flight)
         assert all(one.length <= self.context_length for one in self._running), "a request outgrew the context"
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """running: requests in the batch, and the one whose prompt is read. waiting: requests in the queue.
+
+    In tokens, whole pages: request_tokens that the running requests hold, cached_tokens of these and of kept prefixes,
+    capacity_tokens at most. Since the start: refused_rows, times that the next request found no room; eager_rounds, of
+    an engine with CUDA graphs.
+    """
+
+    running: int
+    waiting: int
+    request_tokens: int
+    cached_tokens: int
+    capacity_tokens: int
+    refused_rows: int = 0
+    eager_rounds: int = 0
+
+
+def load_of(engine: Engine) -> EngineLoad:
+    """Read the load. Any thread may call it: it changes nothing, and reads each number at about the same time."""
+    scheduler: Scheduler = engine.scheduler
+    pool = scheduler.memory.pool
+    pages = {page for table in list(pool.tables) for page in list(table)}
+    return EngineLoad(
+        running=len(scheduler.running) + (scheduler.reading is not None),
+        waiting=len(scheduler.waiting),
+        request_tokens=len(pages) * pool.page_size,
+        cached_tokens=pool.held * pool.page_size,
+        capacity_tokens=pool.capacity * pool.page_size,
+        refused_rows=scheduler.refused_rows,
+        eager_rounds=engine.eager_rounds,
+    )

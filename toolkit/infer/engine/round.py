@@ -1,12 +1,25 @@
-"""One round of speculative decoding. Eager decoding runs this definition; a CUDA graph captures it.
+"""One round of speculative decoding: the device's half (`run_round`) and the host's (`Rounds`).
 
     propose -> target forward over the tree -> choose -> follow -> keep features -> compact -> advance
 
-It is a function of static buffers: the host reads nothing from the device during a round. Lengths, pages, tokens and
-(in graphs) sampling settings come from `RoundState`, shapes from the tree. Eager rounds and graphs differ in three
-things: how the tree is proposed, how tokens are chosen, and the span of keys that attention reads.
+Eager decoding runs this definition; a CUDA graph captures it. It is a function of static buffers: the host reads
+nothing from the device during a round. Lengths, pages, tokens and (in graphs) sampling settings come from `RoundState`,
+shapes from the tree. Eager rounds and graphs differ in three things: how the tree is proposed, how tokens are chosen,
+and the span of keys that attention reads.
 
-`EagerRounds` runs rounds without a graph, with the host's work before and after each.
+Overlap: a graph of round n+1 is launched before the host has read the result of round n.
+
+    host     launch n+1 | read n, its tokens, stops and events | launch n+2 | read n+1 ..
+    device   .. n       | n+1                                  | n+1        | n+2 ..
+
+Round n+1 starts from the device buffers that round n leaves: last tokens, lengths, features. The host does not know the
+result of round n yet, so every row gets pages for the most that round n can commit. A row that ended in round n runs
+once more on its own pages, and the host drops its output. So tokens and acceptance are the same as without overlap; the
+host sees them one step later. The host reads round n first if the next round needs its result:
+
+    the rows change    a request ended, was aborted, or reaches its token limit in round n; a prompt or a further
+                       chunk of one is due; the pages do not suffice for both rounds, so a request may be preempted
+    the round changes  another draft shape was set, or it runs eagerly (`GraphRounds.why_eager`)
 
 Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
@@ -15,18 +28,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.cache.cache_size import ROOM
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.graphs.recordings import Kind, Recorded
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
@@ -72,13 +90,6 @@ def run_round(
         compact(context.cache, rows, followed)
     advance(rows, followed, committed)
     return followed, choices
-
-
-def round_numbers(
-    context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
-) -> Tensor:
-    """Run the round as a graph captures it. Returns `Followed.numbers` of the accepted paths."""
-    return run_round(context, rows, propose, sampler)[0].numbers
 
 
 def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
@@ -144,28 +155,131 @@ def append(request: Request, row: int, result: VerifyResult) -> int:
     return request.append_run(result.path_tokens[row], result.accepted[row])
 
 
-@dataclass(frozen=True)
-class EagerResult:
-    """logprobs: of the rows that asked for them. proposed: end of drafting (perf_counter)."""
+@dataclass(eq=False)
+class InFlight:
+    """A launched round whose result the host has not read yet.
 
-    result: VerifyResult
-    logprobs: NodeLogprobs | None
-    proposed: float
+    requests: by row. states: the rows' states at its begin; None until the previous round has landed. read: waits for
+    its result. graph: the kind of its graph and the graph; None: it ran eagerly. logprobs: of the rows that asked for
+    them. began: perf_counter, at the earliest the landing of the previous round. proposed: end of drafting, which a
+    graph does not tell: `began`, so that all of it counts as verification.
+    """
+
+    requests: list[Request]
+    states: list[RowState] | None
+    read: Callable[[], VerifyResult]
+    graph: tuple[Kind, Recorded] | None = None
+    logprobs: NodeLogprobs | None = None
+    began: float = field(default_factory=time.perf_counter)
+    proposed: float | None = None
 
 
-class EagerRounds:
-    """Runs rounds on `state`. The host reads each result before the next round begins."""
+class Rounds:
+    """The host's half of every round, eager or recorded, of the requests that run in `scheduler`.
 
-    def __init__(self, context: RoundContext, state: RoundState, verifier: Verifier) -> None:
-        self._context, self._state, self._verifier = context, state, verifier
-        self._sampler: Sampler | None = None  # None: the rows changed
+        launch   first tokens, lengths, page tables and sampling settings -> the round starts
+        land     its result is read -> the drafter, the states and the host's copy of the rows follow it
+
+    graphs: None: all rounds run eagerly. overlap: launch the graph of a round before the one before it has landed.
+    """
+
+    def __init__(
+        self,
+        context: RoundContext,
+        state: RoundState,
+        verifier: Verifier,
+        scheduler: Scheduler,
+        graphs: GraphRounds | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self._context, self.state, self._verifier, self._scheduler = context, state, verifier, scheduler
+        self.graphs, self.overlap = graphs, overlap and graphs is not None
+        self.eager_rounds = 0  # that no graph could run, of an engine that has some
+        self._in_flight: InFlight | None = None
+        self._sampler: Sampler | None = None  # of eager rounds; None: the rows changed
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched round has not landed yet."""
+        return self._in_flight is not None
 
     def rows_changed(self) -> None:
         """Drop the sampler: the requests or their rows changed."""
         self._sampler = None
 
-    def __call__(self, requests: Sequence[Request], drafter: Drafter) -> EagerResult:
-        """Run one round of these requests. `drafter` proposes the trees."""
+    def shape_changed(self) -> None:
+        """Capture the rounds of a new draft shape now, so that no request waits for it. Not with a round in flight."""
+        if self.graphs is not None and not self.in_flight:
+            self.graphs.record_all()
+
+    def launch(self, drafter: Drafter) -> bool:
+        """Launch a round of all running requests. `drafter` proposes the trees of an eager one.
+
+        Returns whether it lands in the next step: a graph with overlap. Else the caller lands it now.
+        """
+        assert self._in_flight is None, "the round in flight has not landed yet"
+        began, requests = time.perf_counter(), self._scheduler.running
+        graph = None if self.graphs is None else self.graphs.graph_for(requests)
+        rows, states = self.set_rows(requests, None if graph is None else graph[0].bucket)
+        if graph is None:
+            self.eager_rounds += self.graphs is not None
+            self._in_flight = self._run(list(requests), drafter, rows, states, began)
+        else:
+            self.state.set_sampling(requests)
+            self._in_flight = self._replay(list(requests), states, graph)
+        return graph is not None and self.overlap
+
+    def land(self, drafter: Drafter) -> tuple[InFlight, VerifyResult] | None:
+        """Read the result of the round in flight; None if there is none.
+
+        With overlap, launch the next round first if possible; it is in flight afterwards."""
+        landing, self._in_flight = self._in_flight, None  # after an error no round is in flight
+        if landing is None:
+            return None
+        following = self._launch_after(landing)
+        assert landing.states is not None, "rounds land in the order in which they were launched"
+        result, head, count = landing.read(), self._context.head, len(landing.states)
+        if landing.graph is None:
+            drafter.observe(landing.requests, result)
+        elif head is not None:
+            head.observe_recorded(landing.requests, result)
+        if self._context.states is not None:
+            self._context.states.observe([length for _, length, _, _ in landing.states], result.accepted)
+        states = advanced(landing.states, result.path_tokens, self._unread(count))
+        if following is None:
+            self.state.known[:count] = states
+        else:
+            following.states, following.began = states, time.perf_counter()
+        self._in_flight = following
+        return landing, result
+
+    def may_take_rows(self) -> bool:
+        """Whether the rows of ended requests may be freed. A round in flight holds them until it lands.
+
+        If all requests have ended, drop the round in flight: later users of its pages are launched after it.
+        """
+        if any(not request.finished for request in self._scheduler.running):
+            return self._in_flight is None
+        self._in_flight = None
+        return True
+
+    def set_rows(self, requests: Sequence[Request], count: int | None = None) -> tuple[RoundRows, list[RowState]]:
+        """Copy lengths, roots and page tables of the requests to the device; padding follows, up to `count` rows.
+
+        Returns the rows and the states of the requests."""
+        if self._context.head is not None:
+            self._context.head.first_tokens(requests)
+        states = row_states(requests, self._unread(len(requests)))
+        count = len(requests) if count is None else count
+        self.state.set_rows(states, count)
+        self.state.set_tables(len(requests), count)
+        return self.state.rows(count, max(length for _, length, _, _ in states)), states
+
+    def _run(
+        self, requests: list[Request], drafter: Drafter, rows: RoundRows, states: list[RowState], began: float
+    ) -> InFlight:
+        """Run an eager round."""
         proposed = 0.0
 
         def propose(rows: RoundRows) -> DraftTree:
@@ -174,33 +288,62 @@ class EagerRounds:
             proposed = time.perf_counter()
             return tree
 
-        sampler = self._sampler_of(requests)
-        rows, states = self.set_rows(requests)
-        self._state.forget_rows(len(requests))
+        if self._sampler is None or self._sampler.outdated:
+            target = self._context.forward.target
+            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
+        sampler = self._sampler
+        self.state.forget_rows(len(requests))
         followed, choices = run_round(self._context, rows, propose, sampler)
-        result = read_result(followed, choices.extra)
-        drafter.observe(requests, result)
-        if self._context.states is not None:
-            self._context.states.observe([length for _, length, _, _ in states], result.accepted)
-        self._state.known[: len(states)] = advanced(states, result.path_tokens, self._unread(len(states)))
-        return EagerResult(result, choices.logprobs, proposed)
+        read = partial(read_result, followed, choices.extra)
+        return InFlight(requests, states, read, None, choices.logprobs, began, proposed)
 
-    def set_rows(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
-        """Copy lengths, roots and page tables of the requests to the device. Returns the rows and their states."""
-        count, head = len(requests), self._context.head
-        if head is not None:
-            head.first_tokens(requests)
-        states = row_states(requests, self._unread(count))
-        self._state.set_rows(states, count)
-        self._state.set_tables(count, count)
-        return self._state.rows(count, max(length for _, length, _, _ in states)), states
+    def _replay(self, requests: list[Request], states: list[RowState] | None, graph: tuple[Kind, Recorded]) -> InFlight:
+        """Launch a graph."""
+        self.state.forget_rows(len(requests))
+        recorded = graph[1]
+        recorded.replay()
+        numbers = HostCopy(recorded.numbers[: len(requests)])
+        return InFlight(requests, states, lambda: read_result(Followed(numbers.read())), graph)
+
+    def _launch_after(self, landing: InFlight) -> InFlight | None:
+        """Launch the next round of the same rows, from the state that `landing` leaves on the device.
+
+        Returns None if `landing` has to be read first."""
+        running = self._scheduler.running
+        if not self.overlap or self.graphs is None or landing.graph is None:
+            return None
+        if any(request.finished or request.ends_with_next for request in running) or self._scheduler.prompts_due():
+            return None
+        kind = landing.graph[0]
+        if self.graphs.kind_of(running) != kind:
+            return None
+        # A row may be past its token limit and past the context. Its page table ends ROOM positions after the context.
+        written = kind.most_tokens + self._scheduler.memory.slack
+        if written > ROOM or not self._scheduler.make_room_ahead(kind.most_tokens):
+            return None
+        self.state.set_tables(len(running), kind.bucket)
+        return self._replay(landing.requests, None, landing.graph)
 
     def _unread(self, count: int) -> list[int] | None:
         """Number of positions of each row that the head has not read; None without a head."""
         return None if self._context.head is None else self._context.head.unread[:count]
 
-    def _sampler_of(self, requests: Sequence[Request]) -> Sampler:
-        if self._sampler is None or self._sampler.outdated:
-            target = self._context.forward.target
-            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
-        return self._sampler
+
+class HostCopy:
+    """An asynchronous copy of `numbers` to the host, in stream order after all work launched so far."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._over: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._over = torch.cuda.Event()
+            self._over.record()
+        else:
+            self._numbers = numbers.clone()
+
+    def read(self) -> Tensor:
+        """Wait for the copy, but not for later work, and return it."""
+        if self._over is not None:
+            self._over.synchronize()
+        return self._numbers

@@ -5,7 +5,7 @@ program, compiled once (`nested_compile_region`). The head's layers are one prog
 around them depends on lengths.
 
 Attention is not compiled: it is one opaque operator for the target (opaque_attention.py) and one for the head
-(draft_attention.py). So a program depends on sizes only, not on context, pages or mask.
+(`attend_drafting`). So a program depends on sizes only, not on context, pages or mask.
 
 Eager rounds use dynamic sizes: one program for a single row and one for several, each for a single token and for
 several. They are compiled when the engine is built. A graph has fixed sizes: each (rows, nodes) is compiled in the
@@ -14,15 +14,16 @@ warm-up runs before its capture.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
+from toolkit.heads.decoder_layer import Attend, AttendingLayer
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.attention.opaque_attention import COMPILED, attending
 from toolkit.infer.attention.target_forward import TargetForward
@@ -30,7 +31,6 @@ from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
@@ -40,34 +40,25 @@ log = get_logger(__name__)
 
 Options = dict[str, str | int | bool | Callable[..., Any]]  # of torch.compile
 SIZES = 256  # limit of programs per compiled function; Dynamo's default of 8 is too low for one program per size
-DEFAULT_ROWS = 32
+BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; it must not use CUDA graphs itself
 # Example sizes for "several". Dynamo treats equal sizes as one symbol, so they differ.
 SEVERAL_ROWS, SEVERAL_TOKENS = 2, 5
-
-
-@dataclass(frozen=True)
-class CompileSettings:
-    """max_rows: graphs of more rows use uncompiled layers. backend: of torch.compile; it must not use CUDA graphs
-    itself. options: of Inductor. Raises CompileError for max_rows below 1."""
-
-    max_rows: int = DEFAULT_ROWS
-    backend: str | Callable[..., Any] = "inductor"
-    options: Options | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
 
 
 class CompiledForward:
     """The compiled body of a target and the compiled layers of a head. They replace the originals inside `running`.
 
-    dynamic: for eager rounds. Raises CompileError if the target cannot be compiled, or if the logits differ from the
-    model's.
+    dynamic: for eager rounds. options: of Inductor. Raises CompileError if the target cannot be compiled, or if the
+    logits differ from the model's.
     """
 
     def __init__(
-        self, settings: CompileSettings, forward: TargetForward, reader: HeadReader | None, *, dynamic: bool = False
+        self,
+        forward: TargetForward,
+        reader: HeadReader | None,
+        *,
+        dynamic: bool = False,
+        options: Options | None = None,
     ) -> None:
         device = forward.target.device
         if forward.linear_layers:
@@ -79,7 +70,7 @@ class CompiledForward:
                 f"`torch_compile` is given with a target on {device}, where only recorded rounds are compiled: leave "
                 "it out, set `device` to cpu, or set `cuda_graph_max_bs`"
             )
-        self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
+        self._forward, self._reader, self._dynamic, self._options = forward, reader, dynamic, options or {}
         self._body = self._compile(forward.states, dynamic=None if dynamic else False)
         of_head = [] if reader is None else drafting_layers(reader.head.module)
         if reader is not None and not of_head:
@@ -98,11 +89,10 @@ class CompiledForward:
 
     def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
         """dynamic None: only the sizes that `_run_body` marks are dynamic."""
-        backend = self.settings.backend
-        options = dict(self.settings.options or {}) if backend == "inductor" else {}
+        options = dict(self._options) if BACKEND == "inductor" else {}
         if self._dynamic:
             options["guard_filter_fn"] = any_global_state
-        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options or None)
+        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options or None)
 
     @torch.inference_mode()
     def compile_all(self, max_rows: int) -> None:
@@ -205,7 +195,7 @@ def compile_for_eager_rounds(
 ) -> CompiledForward:
     """Compile the target's body and the layers of the drafter's head for eager rounds of up to `max_rows` rows."""
     reader = drafter.reader if isinstance(drafter, HeadDrafter) else None
-    compiled = CompiledForward(CompileSettings(options=options), forward, reader, dynamic=True)
+    compiled = CompiledForward(forward, reader, dynamic=True, options=options)
     compiled.compile_all(max_rows)
     return compiled
 
@@ -219,3 +209,31 @@ class UncachedMetadata:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """There is no cache."""
+
+
+# -- the attention of a head's layers as one opaque operator: it calls the attention that is stored here ---------------
+
+
+class _Drafting(threading.local):
+    """The attention of the head's layer that runs in this thread."""
+
+    attend: Attend
+
+
+drafting = _Drafting()
+
+
+def drafting_layers(head: nn.Module) -> list[AttendingLayer]:
+    """The layers of the head that take their attention as an argument."""
+    return [one for one in head.modules() if isinstance(one, AttendingLayer)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D] of the T tokens of all rows."""
+    return drafting.attend(q, k, v).contiguous()
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+_library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
+_library.impl("attend_drafting", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("toolkit::attend_drafting", lambda q, _k, _v: q.new_empty(q.shape))

@@ -22,7 +22,7 @@ from torch import Tensor
 from toolkit.infer.cache.round_state import RoundRows, RoundState
 from toolkit.infer.drafters.draft_sampling import BestTokens
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.verify.sampler import Choices, NodeSampler, greedy
@@ -128,19 +128,6 @@ class StaticSampler:
         return Choices(torch.where(self._hot, self._distributions.draw(logits, positions), best), None)
 
 
-@dataclass(frozen=True)
-class GraphSettings:
-    """max_rows: larger rounds run eagerly. capture: how to capture a round; None: as a CUDA graph. compiled: capture
-    with compiled layers. overlap: launch a round before the host has read the result of the previous one (overlap.py).
-    at_start: capture all rounds when the engine is built, not at their first use."""
-
-    max_rows: int
-    capture: Capture | None = None
-    compiled: CompileSettings | None = None
-    overlap: bool = True
-    at_start: bool = True
-
-
 def buckets_up_to(rows: int) -> list[int]:
     """The batch sizes to capture: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""
     return sorted({rows, *(one for one in (1, 2, 4) if one < rows), *range(STEP, rows, STEP)})
@@ -154,6 +141,11 @@ class Kind:
     bucket: int
     shape: DraftShape | None
     cut: bool | None
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens that a round commits per row."""
+        return 1 if self.shape is None else self.shape.num_steps + 1
 
     @property
     def name(self) -> str:
@@ -175,7 +167,8 @@ class Recorded:
 
 @dataclass
 class Recordings:
-    """buckets: batch sizes. rows: the engine's largest batch, captured or not. head: None for plain decoding."""
+    """buckets: batch sizes. rows: the engine's largest batch, captured or not. head: None for plain decoding. compiled:
+    the layers of rounds of up to torch_compile_max_bs rows; None: rounds are not compiled."""
 
     run_round: RunRound
     state: RoundState
@@ -184,8 +177,10 @@ class Recordings:
     rows: int
     capture: Capture | None
     compiled: CompiledForward | None
+    torch_compile_max_bs: int
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)  # reasons of failures
     _broken: str | None = None  # why no further round is captured
     _held: Tensor | None = None  # the buffer of unread features that the graphs use
 
@@ -197,56 +192,45 @@ class Recordings:
 
         What is captured already stays.
         """
-        started, free = time.perf_counter(), self._free_bytes()
+        started = time.perf_counter()
         distributions = list(SAMPLING_KINDS) if drawn else [None]
         self._hold(shape)
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
         kinds = [one for one in kinds if one not in self._made and one not in self._failed]
         if not kinds:
             return
-        failed: list[str] = []
         with Progress(len(kinds), "recording CUDA graphs", "graph") as bar:
             for kind in kinds:
-                why = self._try(kind)
-                failed += [] if why is None else [f"{kind.name}: {why}"]
+                self.of(kind)
                 bar.update()
-        taken = "" if free is None else f", {(free - (self._free_bytes() or 0)) / 2**30:.2f} GiB"
-        rows = ", ".join(map(str, self.buckets))
-        seconds = time.perf_counter() - started
-        made = len(kinds) - len(failed)
-        logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s%s", made, rows, seconds, taken)
-        if failed:
-            logger.warning("cuda graphs: %d kinds of rounds run eagerly; the first: %s", len(failed), failed[0])
+        made, rows = sum(one in self._made for one in kinds), ", ".join(map(str, self.buckets))
+        logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s", made, rows, time.perf_counter() - started)
 
     def of(self, kind: Kind) -> Recorded | None:
-        """The recording of that kind, captured at its first use. Returns None, and logs why, if the capture failed."""
+        """The recording of that kind, captured at its first use. Returns None if the capture failed; the log says why,
+        once for each reason. Raises CompileError."""
         self._hold(kind.shape)
-        if kind not in self._made and kind not in self._failed:
-            started = time.perf_counter()
-            why = self._try(kind)
-            if why is None:
-                logger.info("cuda graphs: %s, recorded in %.1f s", kind.name, time.perf_counter() - started)
-            else:
-                logger.warning("cuda graphs: %s: %s; these rounds run eagerly", kind.name, why)
+        if kind in self._made or kind in self._failed:
+            return self._made.get(kind)
+        why = self._broken or self._try(kind)
+        if why is not None:
+            self._failed.add(kind)
+            if why not in self._said:
+                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", kind.name, why)
+            self._said.add(why)
         return self._made.get(kind)
 
     def _try(self, kind: Kind) -> str | None:
-        """Capture that kind. Returns the reason as text if it failed, else None. Raises CompileError.
-
-        Text, because the exception would keep the round's frames, and with them its tensors, in memory."""
-        if self._broken is not None:
-            self._failed.add(kind)
-            return self._broken
+        """Capture that kind. Returns the reason as text if it failed: the exception would keep the round's frames, and
+        with them its tensors, in memory."""
         try:
             self._made[kind] = self._record(kind)
         except CompileError:
             raise
         except EngineError as error:
-            self._failed.add(kind)
-            why = str(error)
             if isinstance(error, BrokenCaptureError):
-                self._broken = why
-            return why
+                self._broken = str(error)
+            return str(error)
         return None
 
     def _hold(self, shape: DraftShape | None) -> None:
@@ -270,8 +254,8 @@ class Recordings:
         self.state.set_rows([], kind.bucket)
         self.state.set_tables(0, kind.bucket)
         try:
-            compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
-            run = self.compiled.around(recorded) if self.compiled is not None and compiled else recorded
+            compiled = self.compiled if kind.bucket <= self.torch_compile_max_bs else None
+            run = recorded if compiled is None else compiled.around(recorded)
             recorded.replay = self._capture(run)
         finally:
             for store, kept in zip(stores, before, strict=True):
@@ -284,7 +268,3 @@ class Recordings:
             return lambda rows: root_only(rows.roots)
         own, unread = [shape] * kind.bucket, shape.num_steps + 1
         return lambda rows: head.draft(rows, shape, own, BestTokens(), unread)
-
-    def _free_bytes(self) -> int | None:
-        device = self.state.table.device
-        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.offline_prompts import read_offline_prompts
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
@@ -148,10 +149,13 @@ class LLM:
         names, TargetError for a checkpoint of another configuration, EngineError while requests of `engine` run and
         with tensor parallelism.
         """
-        self._check_open()
-        from toolkit.infer.load.new_weights import update_target
+        from toolkit.targets.load import load_weights
+        from toolkit.targets.new_weights import with_tied
 
-        update_target(self._loaded, self.config, weights)
+        self._check_idle()
+        where = "the state dict" if isinstance(weights, Mapping) else str(weights)
+        given = weights if isinstance(weights, Mapping) else load_weights(self.target, weights)
+        self._replace_weights(self.target.model, with_tied(self.target, given, where), where)
 
     def refresh_draft(self, draft: Mapping[str, Tensor] | str | Path) -> None:
         """Replace the draft without a restart; drafts are then those of a new LLM with this draft in the same shape.
@@ -165,18 +169,26 @@ class LLM:
         WeightsError as `update_weights`, and EngineError while requests of `engine` run, with tensor parallelism, and
         if the engine with the old draft cannot be built again either, after which this LLM is closed.
         """
-        self._check_open()
-        from toolkit.infer.load.new_weights import is_same_head, open_draft, update_head
+        from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load_draft
 
+        self._check_idle()
+        head = getattr(self._loaded.draft, "head", None)
         if isinstance(draft, Mapping):
-            update_head(self._loaded, self.config, draft)
+            if head is None:
+                drafts = "nothing drafts" if self._loaded.draft is None else "n-gram lookup drafts"
+                raise ConfigError(f"a state dict of a draft head is given, but {drafts} here; give a draft directory")
+            self._replace_weights(head, draft, "the state dict")
             return
         config = self.config.with_options(target=self.target.name, draft=str(draft))
         if self.shape is not None:
             config = config.with_options(shape=self.shape.as_text(), adaptive=self._loaded.adaptive)
-        new = open_draft(self._loaded, config, draft)
-        if hasattr(new, "head") and is_same_head(self._loaded.draft, new):
-            update_head(self._loaded, config, new.head.state_dict())
+        config.check(self.target.device.type)
+        new: Any = load_draft(draft, self.target.name, self.target.revision)
+        if config.token_map is not None:
+            check_takes_token_map(new, config.token_map)
+        new = fit_draft(new, self.target, config.token_map, config.draft_confidence)
+        if head is not None and _is_same_head(self._loaded.draft, new):
+            self._replace_weights(head, new.head.state_dict(), str(draft))
         else:
             self._rebuild(config, new)
         self.config = config
@@ -199,6 +211,31 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM is closed; make another one")
 
+    def _check_idle(self) -> None:
+        """Raise EngineError if requests run, or if other processes hold shards of the weights."""
+        self._check_open()
+        if self.engine.has_work():
+            raise EngineError(
+                "the engine has requests that have not ended, and their cache holds the old weights' keys and values; "
+                "step until they end, or abort them, before the weights are replaced"
+            )
+        if self.config.tensor_parallel_size > 1:
+            raise EngineError(
+                f"`tensor_parallel_size` is {self.config.tensor_parallel_size}, and weights cannot be replaced in "
+                "several processes; open a new LLM, or use one process"
+            )
+
+    @torch.inference_mode()  # the drafter's copies were made in this mode
+    def _replace_weights(self, module: Any, weights: Mapping[str, Tensor], where: str) -> None:
+        """Check all weights, then copy them in place: CUDA graphs and compiled programs stay valid. What was learned
+        with the old ones is dropped."""
+        from toolkit.targets.new_weights import check_weights, copy_weights
+
+        check_weights(module, weights, where)
+        copy_weights(module, weights)
+        self.engine.scheduler.memory.forget_prefixes()
+        self.engine.drafter.weights_changed()
+
     def _take(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
         self.engine, self.target, self.shape = loaded.engine, loaded.target, loaded.shape
@@ -209,11 +246,11 @@ class LLM:
 
         On errors go on with the old draft. If that fails too (or on Ctrl-C) this LLM is closed: raises EngineError.
         """
+        from toolkit.infer.engine.cpu_door import pack
         from toolkit.infer.load.load_engine import build_engine
-        from toolkit.infer.load.new_weights import pack_draft
 
         target, old = self.target, self._loaded.draft
-        pack_draft(self._loaded, draft, config)
+        pack(target, draft, config.draft_quantization)  # the target is packed already
         self.close()
         del self.engine, self._loaded  # their cache must be free before the size of the next one is chosen
         _free_memory()
@@ -255,6 +292,12 @@ class LLM:
         )
 
 
+def _is_same_head(old: Any, new: Any) -> bool:
+    """Whether the weights of `new` can be copied into the drafter of `old`, which has a head."""
+    same = hasattr(new, "head") and old.head.config == new.head.config
+    return same and torch.equal(old.token_map.ids, new.token_map.ids)
+
+
 def _free_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -262,3 +305,94 @@ def _free_memory() -> None:
 
 def _shape(given: Shape) -> DraftShape | None:
     return DraftShape.parse(given) if isinstance(given, str) else given
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
+NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'
+
+
+class OfflinePromptError(EngineError):
+    """A value that is not a prompt, or prompts of different kinds in one call."""
+
+
+@dataclass(frozen=True)
+class OfflinePrompts:
+    """Prompts as ids. raw: the answers continue the prompts' text; False: each answer is a turn of a conversation."""
+
+    ids: list[list[int]]
+    raw: bool
+
+
+def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
+    """Convert one prompt, or a list of prompts of one kind. Raises OfflinePromptError with the prompt's index."""
+    listed = _as_list(prompts)
+    kinds = [_kind(prompt, place) for place, prompt in enumerate(listed)]
+    other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise OfflinePromptError(
+            f"prompt 0 is {kinds[0]} and prompt {other} is {kinds[other]}; pass each kind in a call of its own"
+        )
+    read = {TEXT: _text_ids, IDS: _checked_ids, CONVERSATION: _conversation_ids}[kinds[0]]
+    return OfflinePrompts(
+        [read(prompt, place, tokenizer) for place, prompt in enumerate(listed)], kinds[0] in (TEXT, IDS)
+    )
+
+
+def _as_list(prompts: Any) -> Sequence[Any]:
+    """The prompts as a list; a single prompt becomes a list of one. A text is never split into characters."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise OfflinePromptError(f"prompts is {_short(prompts)}; a list of prompts is needed")
+    if not prompts:
+        raise OfflinePromptError("the list of prompts is empty; at least one prompt is needed")
+    return [prompts] if isinstance(prompts[0], Integral | Mapping) else prompts
+
+
+def _kind(prompt: Any, place: int) -> str:
+    if isinstance(prompt, str):
+        return TEXT
+    if isinstance(prompt, list | tuple) and prompt:
+        if isinstance(prompt[0], Integral):
+            return IDS
+        if isinstance(prompt[0], Mapping):
+            return CONVERSATION
+    what = "is empty" if isinstance(prompt, list | tuple) and not prompt else f"is {_short(prompt)}"
+    raise OfflinePromptError(f"prompt {place} {what}; {NEEDED}")
+
+
+def _text_ids(prompt: str, place: int, tokenizer: Any) -> list[int]:
+    ids = list(tokenizer(prompt)["input_ids"])
+    if not ids:
+        raise OfflinePromptError(f"prompt {place} is {prompt!r}, which has no tokens; at least one is needed")
+    return ids
+
+
+def _checked_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
+    for at, token in enumerate(prompt):
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise OfflinePromptError(f"prompt {place} is a list of ids, but item {at} is {_short(token)}; {NEEDED}")
+    return [int(token) for token in prompt]
+
+
+def _conversation_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
+    messages = []
+    for at, message in enumerate(prompt):
+        where = f"prompt {place}, message {at}"
+        if not isinstance(message, Mapping):
+            raise OfflinePromptError(f'{where} is {_short(message)}; {{"role": ..., "content": ...}} is needed')
+        try:
+            messages.append(strict_message(message))
+        except ChatMessageError as error:
+            raise OfflinePromptError(f"{where}: {error}") from error
+    try:
+        return chat_ids(tokenizer, messages)
+    except ChatPromptError as error:
+        raise OfflinePromptError(f"prompt {place}: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.chat_rows import ROLES, read_message
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
 from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.infer.drafters.block_drafter import default_shape, says_confidence
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.lookup import SEPARATOR, SuffixAutomaton
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
+from toolkit.infer.engine.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.load.search_file import Found
-from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.jsonl import DataError, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.target import Target
@@ -26,6 +30,8 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError
 
 logger = get_logger(__name__)
+
+MOST_TOKENS = 262144  # of a corpus for lookup, its last ones: an automaton takes some 450 bytes a token
 
 
 def load_draft(name: str | Path, target: str | None = None, revision: str | None = None) -> Draft:
@@ -149,16 +155,9 @@ def depth_warning(draft: Draft, shape: DraftShape) -> str | None:
     trained = native.get("trained_steps") or (training.get("unroll") or {}).get("ttt_steps")
     if trained is None or shape.num_steps <= trained:
         return None
-    measured: Any = draft.meta.get("measured") or {}
-    own = [row for row in measured.get("rows") or () if row["shape"] != ADAPTIVE or row.get("lookup") is False]
-    rates: Any = max((row.get("accept_rate") or () for row in own), key=len, default=())
-    by_depth = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates)
-    fall = (
-        f"measured with it: {by_depth} % at depth 1, 2, .." if by_depth else "`toolkit bench acceptance` shows how far"
-    )
     return (
         f"the head was trained to draft {trained} tokens in a row, and the shape {shape.as_text()} drafts "
-        f"{shape.num_steps}: acceptance falls with depth ({fall})"
+        f"{shape.num_steps}: acceptance falls with depth (`toolkit bench acceptance` shows how far)"
     )
 
 
@@ -206,7 +205,7 @@ def fit_draft(
     check_draft_matches(draft, target)
     draft.head.cast(target.device, target.dtype)
     _warn_of_broken(draft)
-    draft = replace(draft, least_confidence=confidence)
+    draft = replace(draft, draft_confidence=confidence)
     return draft if token_map is None else with_token_map(draft, target, token_map)
 
 
@@ -234,3 +233,37 @@ def _warn_of_broken(draft: DraftCheckpoint) -> None:
             ", ".join(bad[:3]),
             " and others" if len(bad) > 3 else "",
         )
+
+
+def read_corpus(config: EngineConfig, target: Target) -> SuffixAutomaton | None:
+    """The earlier answers of `lookup_corpus` for lookup; None without the option. Raises ConfigError."""
+    if config.lookup_corpus is None:
+        return None
+    texts = list(_texts(Path(config.lookup_corpus)))
+    ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    tokens = [token for one in ids if one for token in (*one, SEPARATOR)]
+    if not tokens:
+        raise ConfigError(f"`lookup_corpus` is {config.lookup_corpus}, which has no text of an answer; leave it out")
+    corpus = SuffixAutomaton()
+    corpus.extend(tokens[-MOST_TOKENS:])
+    logger.info("lookup searches %d of %d tokens of %s", len(corpus.tokens), len(tokens), config.lookup_corpus)
+    return corpus
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The answers of a file: of a jsonl file those of the assistant, or each row's `text`; else the file."""
+    try:
+        if path.suffix != ".jsonl":
+            yield path.read_text(encoding="utf-8-sig")
+            return
+        for number, row in read_rows(path):
+            messages = row.get("messages") or row.get("conversations")
+            if isinstance(messages, list):
+                read = [read_message(one, f"{path}:{number}: a message") for one in messages]
+                yield from (text for role, text in read if text and ROLES.get(role) == "assistant")
+            elif isinstance(row.get("text"), str):
+                yield row["text"]
+            else:
+                raise ConfigError(f"{path}:{number} has neither `messages` nor `text`; one of them is needed")
+    except (OSError, UnicodeDecodeError, DataError) as error:
+        raise ConfigError(f"`lookup_corpus` is {path}, which cannot be read: {error}") from error

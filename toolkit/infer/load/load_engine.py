@@ -11,21 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.attention.linear_layers import linear_layers
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.drafters.searched_shape import SearchedShape
 from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
-from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.load.combinations import check_deterministic
-from toolkit.infer.load.config import NATIVE, NONE, ConfigError, EngineConfig
+from toolkit.infer.engine.engine import Engine, memory_of
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     depth_warning,
@@ -34,13 +29,12 @@ from toolkit.infer.load.load_draft import (
     load_draft,
     measured_shape,
     native_draft,
+    read_corpus,
     target_source,
 )
-from toolkit.infer.load.lookup_file import asked_for_lookup, lookup_of
-from toolkit.infer.load.search_file import SEARCH, search_of
-from toolkit.infer.parallel.driver import Driver
-from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
-from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
+from toolkit.infer.load.search_file import SEARCH, Found, search_of
+from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_worker
+from toolkit.infer.parallel.ranks import Driver, ParallelError, RankLostError, Ranks, Worker
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
@@ -49,7 +43,7 @@ from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 
-WORKER = "toolkit.infer.load.worker_main"  # a module that imports this one
+WORKER = "from toolkit.infer.load.load_engine import work; work()"  # the program of a worker process
 
 
 @dataclass(frozen=True)
@@ -104,6 +98,20 @@ def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     return loaded
 
 
+def work() -> None:
+    """Run a worker process until the driver stops this rank; its messages are on stdin. The exit status is 1 after an
+    error."""
+    worker = Worker()
+    try:
+        assert isinstance(worker.config, EngineConfig), f"the driver sent a {type(worker.config).__name__}"
+        run_worker(load_rank(worker.config, worker).engine, worker.next_message)
+    except BaseException as error:  # process edge: the driver must detect every error
+        if not worker.stopping():
+            logger.error("rank %d failed: %s: %s", worker.rank, type(error).__name__, error, exc_info=error)
+        os._exit(1)  # a normal exit would wait for the other ranks
+    dist.destroy_process_group()
+
+
 def build_engine(
     config: EngineConfig,
     target: Target,
@@ -116,53 +124,75 @@ def build_engine(
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
     Without `shape` and `adaptive` each request has what search.json found fastest for its kind, if that holds here; an
-    engine that records graphs has one setting, that of greedy requests if they were searched. forced: see Engine; only
-    in a single process. short_lived: on a GPU record a round, or compile a kernel, at its first use and not at the
-    start. The options that choose and load the models are not read. Raises ConfigError for a value out of range, and
-    the errors of Engine.
+    engine that records graphs has one setting, that of greedy requests if they were searched. forced, short_lived: see
+    Engine; forced only in a single process. The options that choose and load the models are not read. Raises
+    ConfigError for options that cannot be combined, and the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
-    config.check_values()
-    check_deterministic(vars(config), target.device.type)
-    graphs, memory, shape = graph_settings(config, target, draft), memory_settings(config), config.draft_shape()
-    adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
-    search, winners = None, dict[str, dict[int, str]]()
-    if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
-        search = search_of(draft, config, target)
-    recorded = graphs is not None and config.cuda_graph_max_bs is None and search is not None and bool(search.best)
-    if search is not None and config.adaptive is None and (adaptive or recorded):
-        winners = search.winners(config.max_running_requests)
-        if recorded:
-            best = set(winners[min(winners)].values())  # graphs have one shape: the fastest of the largest batch
-            winners = {}
-            if best == {ADAPTIVE}:
-                adaptive, graphs = True, None
-            elif best == {PLAIN} and not asked_for_lookup(config):
-                logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
-                draft = None
-    if draft is not None and shape is None:
-        shape = measured_shape(draft, adaptive, search, config.max_running_requests)
+    config.check_engine(target.device.type)
+    chosen = choose_drafting(config, target, draft)
+    settled = replace(config, shape=None, adaptive=chosen.adaptive, lookup=chosen.lookup, lookup_corpus=None)
     engine = (Engine if ranks is None else engine_of(ranks))(
         target,
-        draft,
-        shape,
-        max_running_requests=config.max_running_requests,
-        context_length=config.context_length,
-        verify="target" if config.deterministic else config.verify,
-        adaptive=adaptive,
-        lookup=lookup_of(config, target, draft, adaptive=adaptive and graphs is None),
-        memory=memory if ranks is None else ranks.memory(memory),
-        deterministic=config.deterministic,
-        torch_compile=config.torch_compile and graphs is None,
-        graphs=None if graphs is None else replace(graphs, at_start=not short_lived),
+        chosen.draft,
+        chosen.shape,
+        settled,
+        memory=None if ranks is None else ranks.memory(memory_of(config)),
+        corpus=read_corpus(config, target) if chosen.lookup else None,
+        short_lived=short_lived,
         forced=forced,
     )
-    if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
-        assert ranks is None or not winners, "a search runs in one process, and holds for no other number of them"
-        _start_from_search(engine.drafter, search.arm_times(shape), winners, lookup=asked_for_lookup(config))
+    if chosen.search is not None and chosen.shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
+        assert ranks is None or not chosen.winners, "a search runs in one process, and holds for no other number"
+        known = chosen.search.arm_times(chosen.shape)
+        _start_from_search(engine.drafter, known, chosen.winners, lookup=config.asks_for_lookup)
     if target.device.type == "cuda" and not short_lived:
-        engine.first_launches.run(engine.drafter, engine.shape)
-    return LoadedEngine(engine, target, draft, shape, adaptive, winners)
+        engine.warm_up()
+    return LoadedEngine(engine, target, chosen.draft, chosen.shape, chosen.adaptive, chosen.winners)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine drafts. search: what search.json found, if it holds here. winners: see LoadedEngine."""
+
+    draft: Draft | None
+    shape: DraftShape | None = None
+    adaptive: bool = False
+    lookup: bool = False
+    search: Found | None = None
+    winners: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+
+def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -> Drafting:
+    """Settle what the options leave to the engine: by search.json and measured.json of the draft, else by the device.
+
+    Raises ConfigError for lookup without a head.
+    """
+    if draft is None:
+        return Drafting(None)
+    has_head, most = isinstance(draft, DraftCheckpoint), config.max_running_requests
+    if config.asks_for_lookup and not has_head:
+        name = "lookup" if config.lookup else "lookup_corpus"
+        raise ConfigError(f"`{name}` is given, but n-gram lookup has no head beside it; give a head with `draft`")
+    recorded, shape = config.why_eager(target.device.type, target, draft) is None, config.draft_shape()
+    adaptive = (shape is None and not recorded) if config.adaptive is None else config.adaptive
+    search = None
+    if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
+        search = search_of(draft, config, target)
+    winners: Mapping[str, Mapping[int, str]] = {}
+    if search is not None and search.best and config.adaptive is None and shape is None:
+        winners = search.winners(most)
+        if recorded and config.cuda_graph_max_bs is not None:
+            winners = {}
+        elif recorded:  # graphs have one shape: the fastest of the largest batch
+            best = set(winners[min(winners)].values())
+            if best == {PLAIN}:
+                logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
+                return Drafting(None)
+            winners, adaptive = {}, best == {ADAPTIVE}
+    lookup = config.asks_for_lookup or (has_head and adaptive and config.lookup is None)
+    shape = measured_shape(draft, adaptive, search, most) if shape is None else shape
+    return Drafting(draft, shape, adaptive, lookup, search, winners)
 
 
 def _start_from_search(
@@ -203,11 +233,7 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
         load = load_target
     else:
         load, device = partial(load_sharded_target, ranks), ranks.place(device, quantization=source.quantization)
-    asked: Any = {
-        "revision": source.revision,
-        "quantization": source.quantization,
-        "chat_template": source.chat_template,
-    }
+    asked: Any = {name: getattr(source, name) for name in ("revision", "quantization", "chat_template")}
     target = load(source.name, dtype=config.dtype, device=device, **asked)
     if module is not None:
         draft = native_draft(config, target, *module)
@@ -237,44 +263,6 @@ def device_of(config: EngineConfig) -> torch.device:
             f"`device` is {name}, but PyTorch sees {found} GPUs here; give cpu, or install a CUDA build of PyTorch"
         )
     return device
-
-
-def memory_settings(config: EngineConfig) -> MemorySettings:
-    """The size of the KV cache."""
-    return MemorySettings(
-        config.max_total_tokens,
-        config.prefix_cache,
-        config.chunked_prefill_size,
-        mem_fraction_static=config.mem_fraction_static,
-    )
-
-
-def graph_settings(config: EngineConfig, target: Target, draft: Draft | None) -> GraphSettings | None:
-    """The settings of CUDA graphs, which are the default on a GPU; None: all rounds run eagerly, and the log says why.
-
-    The one place that decides it. A round that a graph does not support runs eagerly beside graphs (GraphRounds).
-    """
-    eager = config.why_eager(target.device.type)
-    if eager is None and config.cuda_graph_max_bs is None:  # who asks for graphs gets an error from the engine
-        eager = _never_recorded(target, draft)
-    if eager is not None:
-        if target.device.type == "cuda":
-            logger.info("rounds run eagerly, not as CUDA graphs: %s", eager)
-        return None
-    compiled = None
-    if config.torch_compile:
-        most = min(config.recorded_rows, DEFAULT_ROWS)
-        compiled = CompileSettings(most if config.torch_compile_max_bs is None else config.torch_compile_max_bs)
-    return GraphSettings(config.recorded_rows, compiled=compiled, overlap=not config.disable_overlap_schedule)
-
-
-def _never_recorded(target: Target, draft: Draft | None) -> str | None:
-    """Why no graph can run rounds of these models, as far as it is known before the engine is built."""
-    if isinstance(draft, NgramLookup):
-        return "n-gram lookup drafts on the host"
-    if isinstance(draft, DraftCheckpoint) and draft.least_confidence:
-        return "`draft_confidence` is set, and the host ends the chains"
-    return "the target has linear-attention layers" if linear_layers(target.config) else None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive import smaller_shapes
 from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
 from toolkit.infer.drafters.step_costs import ArmTime
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import quantization_of
@@ -133,27 +133,15 @@ def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> F
     if differing := _differing(search, conditions(draft, config, target)):
         logger.info("%s/%s is not used, since it was made with %s", draft.path, SEARCH, differing)
         return None
-    found, names = search["found"], {GREEDY: GREEDY, SAMPLED: kind_of_requests(1.0, config.verify)}
-    best = {
-        kind: {int(size): one for size, one in found[name].items()}
-        for kind, name in names.items()
-        if name in found and (config.verify in ("auto", "target") or _only_chains(found[name]))
-    }
-    for kind in names.keys() - best.keys():
-        logger.info(
-            "%s/%s has no settings for requests %s: `toolkit search%s` finds them",
-            draft.path,
-            SEARCH,
-            names[kind],
-            "" if kind == GREEDY else " --temperature T",
-        )
+    found = search["found"]
+    best: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for kind, name in ((GREEDY, GREEDY), (SAMPLED, kind_of_requests(1.0, config.verify))):
+        sizes = found.get(name, {})
+        shapes = [DraftShape.parse(one[key]) for one in sizes.values() for key in ("shape", "adaptive_shape")]
+        if sizes and (config.verify in ("auto", "target") or all(one.is_chain for one in shapes)):
+            best[kind] = {int(size): one for size, one in sizes.items()}
     timed = found[min(found)]
     return Found(best, [one["times"] for one in timed.values()])
-
-
-def _only_chains(sizes: Mapping[str, Mapping[str, Any]]) -> bool:
-    shapes = [one[name] for one in sizes.values() for name in ("shape", "adaptive_shape")]
-    return all(DraftShape.parse(one).is_chain for one in shapes)
 
 
 def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
@@ -162,14 +150,10 @@ def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         return "an earlier version of `toolkit search`"
     then = search["holds_for"]
     return "; ".join(
-        f"{name} {_short(then.get(name))}, here {_short(value)}"
+        f"{name} {str(then.get(name))[:24]}, here {str(value)[:24]}"
         for name, value in here.items()
         if then.get(name) != value
     )
-
-
-def _short(value: Any) -> str:
-    return f"{value:.12}.." if isinstance(value, str) and len(value) == 64 else str(value)  # a sha256
 
 
 def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[ArmTime]:

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.lookup import Lengths
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.ranks import (
     Abort,
     Add,
-    Decided,
-    Load,
-    RankLostError,
+    Driver,
     Ranks,
     Reshape,
     Step,
     Stop,
     WorkerMessage,
-    receive,
-    written,
 )
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.request import Request
-from toolkit.log import get_logger
 
 
 class RankEngine(Engine):
@@ -46,15 +34,6 @@ class RankEngine(Engine):
         self._limited = nullcontext  # the ranks must compute the same bits
         if isinstance(self.drafter, AdaptiveDrafter):
             self.drafter.choose_by(lambda most: DriversShape(most, ranks))
-
-    def check_written(self, by_driver: tuple[tuple[int, int, int], ...]) -> None:
-        """Raise RankLostError if this rank's tokens differ from the driver's: their forwards would not match."""
-        own = written(self._running)
-        if own != by_driver:
-            raise RankLostError(
-                f"this rank's requests (arrival, tokens, last token) are {own}, the driver's {by_driver}: the ranks "
-                "do not compute the same; they need devices of one kind"
-            )
 
     def keep_pace(self, gap_s: float) -> None:
         """Change nothing: the ranks must read the same chunks, whatever their clocks say."""
@@ -112,7 +91,7 @@ class DriverEngine(RankEngine):
         self.driver.tell(Reshape(shape))
 
     def step(self) -> list[Request]:
-        self.driver.tell(Step(written(self._running)))
+        self.driver.tell(Step())
         with self.driver.working():
             return super().step()
 
@@ -124,58 +103,6 @@ class DriverEngine(RankEngine):
 def engine_of(ranks: Ranks) -> Callable[..., Engine]:
     """A constructor of this rank's engine. It takes the arguments of Engine."""
     return partial(DriverEngine, ranks) if isinstance(ranks, Driver) else partial(RankEngine, ranks)
-
-
-logger = get_logger(__name__)
-
-T = TypeVar("T")
-NOTICE_S = 2.0  # time to detect the driver's end after a collective failed because of it
-
-
-class Worker(Ranks):
-    """The ranks, seen from one worker. A thread reads the messages and detects the driver's end."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        threading.Thread(target=self._read, name="toolkit-messages", daemon=True).start()
-        first = self.next_message()
-        assert isinstance(first, Load), f"the first message is {first}"
-        self.rank, self.size, self._port = first.rank, first.size, first.port
-        self.config = first.config
-
-    def next_message(self) -> WorkerMessage:
-        """Wait for the next message of the driver and return it."""
-        return self._messages.get()
-
-    def join(self) -> None:
-        store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
-        store.set(f"here/{self.rank}", "")
-        self.connect(store)
-
-    def agree(self, decide: Callable[[], T]) -> T:
-        message = self.next_message()
-        if not isinstance(message, Decided):
-            raise RankLostError(f"the driver sent {type(message).__name__} where a decision was due")
-        value: T = message.value
-        return value
-
-    def stopping(self) -> bool:
-        """Whether the driver has sent Stop or has ended. Waits up to NOTICE_S seconds."""
-        return self._stopping.wait(NOTICE_S)
-
-    def _read(self) -> None:
-        while True:
-            try:
-                message = receive(sys.stdin.buffer)
-            except Exception:  # process edge: the pipe ended, perhaps within a message
-                self._stopping.set()
-                logger.warning("rank 0, the driver, has ended; this rank ends too")
-                os._exit(1)  # another thread may hang in a collective
-            self._messages.put(message)
-            if isinstance(message, Stop):
-                self._stopping.set()
-                return
 
 
 def run_worker(engine: Engine, next_message: Callable[[], WorkerMessage]) -> None:
@@ -192,8 +119,7 @@ def run_worker(engine: Engine, next_message: Callable[[], WorkerMessage]) -> Non
                 assert requests[arrival].arrival == arrival, "the ranks count requests differently"
             case Abort(arrival):
                 engine.abort(requests.pop(arrival))
-            case Step(by_driver):
-                engine.check_written(by_driver)
+            case Step():
                 for request in engine.step():
                     if request.finished:
                         requests.pop(request.arrival, None)

@@ -33,11 +33,8 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.log import get_logger
 from toolkit.targets.load import load_config
 from toolkit.targets.target import Target
-
-logger = get_logger(__name__)
 
 
 class Column(ParallelStyle):
@@ -187,28 +184,15 @@ def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Col
 
 
 def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> None:
-    """Shard the target's output matrix and the fitted head as far as possible; log the result."""
-    divided: list[str] = []
-    whole: list[str] = []
-    rows = (
-        isinstance(draft, DraftCheckpoint)
-        and not draft.head.config.own_vocabulary
-        and draft.token_map.size < target.vocab_size
-    )
-    what = f"its output matrix ({target.vocab_size} ids)"
-    if target.vocab_size % ranks.size or rows:  # a head with a token map selects rows of the whole matrix
-        whole.append(what)
-    else:
+    """Shard the target's output matrix and the fitted head as far as they divide evenly."""
+    head = draft.head if isinstance(draft, DraftCheckpoint) else None
+    # A head with a token map selects rows of the whole matrix.
+    mapped = isinstance(draft, DraftCheckpoint) and draft.token_map.size < target.vocab_size
+    rows = head is not None and not head.config.own_vocabulary and mapped
+    if target.vocab_size % ranks.size == 0 and not rows:
         parallelize_module(target.lm_head, ranks.mesh, Column(gather=True))
-        divided.append(what)
-    if isinstance(draft, DraftCheckpoint):
-        _shard_head(draft.head, ranks, divided, whole)
-    logger.info(
-        "%d ranks divide the target's layers%s%s",
-        ranks.size,
-        "".join(f", {one}" for one in divided),
-        f"; whole on each: {', '.join(whole)}" if whole else "",
-    )
+    if head is not None:
+        _shard_head(head, ranks)
 
 
 def _shard_layers(target: Target, ranks: Ranks) -> None:
@@ -229,28 +213,22 @@ def _probe_logits(target: Target) -> torch.Tensor:
     return target.model(input_ids=ids, use_cache=False).logits.float().cpu()
 
 
-def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -> None:
+def _shard_head(head: Any, ranks: Ranks) -> None:
     """Shard the attention by heads, the MLPs by width, and the head's own output matrix by vocabulary."""
     size, config = ranks.size, head.config
     if not any(isinstance(module, Attention) for module in head.modules()):  # MTP layers of a family's own class
-        whole.append("the draft head")
         return
-    heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-    by_heads, by_width = heads % size == 0 and key_heads % size == 0, width % size == 0
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    by_heads = heads % size == 0 and key_heads % size == 0
     plan: dict[str, Column | Row] = {}
     for path, module in head.named_modules():
         if isinstance(module, Attention) and by_heads:
             plan |= {f"{path}.{name}": Column() for name in ("q_proj", "k_proj", "v_proj")}
             plan[f"{path}.o_proj"] = Row()
-        elif isinstance(module, GatedMLP) and by_width:
+        elif isinstance(module, GatedMLP) and config.intermediate_size % size == 0:
             plan |= {f"{path}.gate_proj": Column(), f"{path}.up_proj": Column(), f"{path}.down_proj": Row()}
-    (divided if by_heads else whole).append(f"the draft head's attention ({heads} heads, {key_heads} key heads)")
-    (divided if by_width else whole).append(f"the head's MLP ({width})")
-    if config.own_vocabulary:
-        ids = head.lm_head.out_features
-        (whole if ids % size else divided).append(f"the head's output matrix ({ids} ids)")
-        if ids % size == 0:
-            plan["lm_head"] = Column(gather=True)
+    if config.own_vocabulary and head.lm_head.out_features % size == 0:
+        plan["lm_head"] = Column(gather=True)
     if plan:
         parallelize_module(head, ranks.mesh, plan)  # type: ignore[arg-type]
     if by_heads:  # the head's KV cache holds this rank's heads only

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from toolkit.infer.engine.engine_load import load_of
+from toolkit.infer.engine.engine import load_of
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread, Ticket
 from toolkit.infer.load.answer import Answer, usage
 from toolkit.infer.request.detokenize import Detokenizer

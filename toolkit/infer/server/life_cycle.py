@@ -11,8 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from toolkit.infer.engine.engine_thread import EngineThread
-from toolkit.infer.engine.watchdog import Watchdog
+from toolkit.infer.engine.engine_thread import EngineThread, Watchdog
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.server_settings import ServerSettings

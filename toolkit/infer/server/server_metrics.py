@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from toolkit.infer.engine.engine_load import EngineLoad
+from toolkit.infer.engine.engine import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.request import NOT_FINITE, Request

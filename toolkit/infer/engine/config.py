@@ -1,23 +1,51 @@
-"""The options of an engine. Each has one name, on the command line (`--tensor-parallel-size`) and in Python."""
+"""The options of an engine. Each has one name, on the command line (`--tensor-parallel-size`), in Python and inside.
+
+The command line reads this file without torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from toolkit.infer.load.combinations import check_deterministic, check_tensor_parallel
-from toolkit.infer.load.options import LEAST, ConfigError, choices_of, option, parse_shape
-
-if TYPE_CHECKING:  # the command line reads the options without torch
+if TYPE_CHECKING:
+    from toolkit.infer.drafters.choose_drafter import Draft
     from toolkit.infer.request.draft_tree import DraftShape
+    from toolkit.targets.target import Target
 
+T = TypeVar("T")
 MOST_RECORDED = 64  # default limit of `cuda_graph_max_bs`: the host is a small part of larger rounds
+MOST_COMPILED = 32  # default limit of `torch_compile_max_bs`
 NGRAM, NATIVE, NONE = "ngram", "native", "none"  # values of `draft` that are no head of their own
+LEAST = {
+    "max_running_requests": 1,
+    "draft_confidence": 0,
+    "context_length": 2,  # a prompt token and an answer token
+    "chunked_prefill_size": 1,
+    "tensor_parallel_size": 1,
+    "max_total_tokens": 16,  # a page
+    "cuda_graph_max_bs": 1,
+    "torch_compile_max_bs": 1,
+}
+
+
+class ConfigError(ValueError):
+    """Options of an engine that are unknown, out of range or incompatible with each other.
+
+    Messages name options as fields in backticks (`draft`); commands print them as flags (--draft).
+    """
+
+
+def option(default: T, text: str, *, metavar: str | None = None, alias: str | None = None) -> T:
+    """A field of EngineConfig with its help text. The text names other fields in backticks."""
+    field: Any = dataclasses.field(default=default, metadata={"help": text, "metavar": metavar, "alias": alias})
+    return field
 
 
 @dataclass(frozen=True)
@@ -172,27 +200,49 @@ class EngineConfig:
         given = [name for name in names if getattr(self, name)]
         return [*given, *(["draft_quantization"] if self.draft_quantization in ("int8", "fp8") else [])]
 
-    def why_eager(self, device_type: str) -> str | None:
-        """Why no round runs as a CUDA graph with these options; None: rounds do, if the models allow it."""
+    @property
+    def asks_for_lookup(self) -> bool:
+        """Whether an option asks for lookup; else it is a part of adaptive drafting."""
+        return bool(self.lookup) or self.lookup_corpus is not None
+
+    def why_eager(
+        self, device_type: str, target: Target | None = None, draft: Draft | None = None, head_width: int = 0
+    ) -> str | None:
+        """Why no round runs as a CUDA graph; None: rounds do. All reasons are here: of the options, and of the models
+        if they are given. Beside graphs single rounds run eagerly for their requests' sake (`GraphRounds.why_eager`).
+
+        draft: None: the one that the option names. head_width: of the widest attention head.
+        """
         if device_type != "cuda":
             return f"the device is {device_type}"
         if self.disable_cuda_graph:
             return "`disable_cuda_graph` is set"
-        if self.cuda_graph_max_bs is not None:
-            return None  # `check` refuses what follows
         if self.adaptive:
             return "`adaptive` is set, and a graph has one draft shape"
-        if self.draft_confidence:
+        if self.draft_confidence or getattr(draft, "draft_confidence", 0):
             return "`draft_confidence` is set, and the host ends the chains"
-        if self.lookup or self.lookup_corpus is not None:
+        if self.asks_for_lookup:
             return "`lookup` is set, and it drafts on the host"
-        return "`tensor_parallel_size` is above 1" if self.tensor_parallel_size > 1 else None
+        if self.tensor_parallel_size > 1:
+            return "`tensor_parallel_size` is above 1"
+        if (draft is not None and draft.kind == NGRAM) or (target is None and str(self.draft) == NGRAM):
+            return "n-gram lookup drafts on the host"
+        if target is not None:
+            from toolkit.infer.attention.linear_layers import linear_layers
+            from toolkit.infer.kernels.dispatch import ops_for
 
-    @property
-    def recorded_rows(self) -> int:
-        """The largest batch whose rounds run as CUDA graphs, unless there is a reason against it (`why_eager`)."""
-        most = self.cuda_graph_max_bs
-        return min(self.max_running_requests, MOST_RECORDED) if most is None else most
+            if linear_layers(target.config):
+                return "the target has linear-attention layers"
+            if target.device.type == "cuda" and head_width > (most := ops_for("cuda").paged_width):
+                return f"heads are {head_width} wide, and paged attention supports at most {most}"
+        return None
+
+    def with_graph_sizes(self) -> Self:
+        """A copy that states `cuda_graph_max_bs`, and `torch_compile_max_bs` if rounds are compiled."""
+        rows, compiled = self.cuda_graph_max_bs, self.torch_compile_max_bs
+        rows = min(self.max_running_requests, MOST_RECORDED) if rows is None else rows
+        compiled = min(rows, MOST_COMPILED) if compiled is None and self.torch_compile else compiled
+        return dataclasses.replace(self, cuda_graph_max_bs=rows, torch_compile_max_bs=compiled)
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""
@@ -211,32 +261,71 @@ class EngineConfig:
 
         Raises ConfigError; EngineError or DraftShapeError for a verifier that does not support the draft or the shape.
         """
-        self.check_values()
-        self._check_drafting()
-        self._check_verifier(device_type)
-        self._check_compilation(device_type)
-        self._check_graphs(device_type)
-        check_tensor_parallel(vars(self))
-        check_deterministic(vars(self), device_type)
-        self._check_draft_quantization(device_type)
+        self._check_models()
+        self.check_engine(device_type)
+        from toolkit.infer.verify.verifiers import choose_verifier
 
-    def check_values(self) -> None:
-        """Check the values of options that do not choose a model. Raises ConfigError."""
+        head, recorded = self.drafts and str(self.draft) != NGRAM, self.why_eager(device_type) is None
+        choose_verifier(self.verify, self.draft_shape(), head=head, recorded=recorded)
+
+    def check_engine(self, device_type: str) -> None:
+        """Check the options that do not choose a model. Raises ConfigError."""
         for name, hint in value_types().items():
             value, choices = getattr(self, name), choices_of(hint)
             if choices and value not in choices:
                 raise ConfigError(f"`{name}` is {value!r}; one of {', '.join(choices)} is needed")
             if name in LEAST and value is not None and value < LEAST[name]:
                 raise ConfigError(f"`{name}` is {value}; at least {LEAST[name]} is needed")
-        share = self.mem_fraction_static
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(f"`mem_fraction_static` is {share:g}; a share between 0 and 1 is needed, such as 0.8")
-        if share is not None and self.max_total_tokens is not None:
+        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
-                "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
+                f"`mem_fraction_static` is {self.mem_fraction_static:g}; a share between 0 and 1 is needed, such as 0.8"
+            )
+        for name, why in self._conflicts(device_type):
+            raise ConfigError(f"`{name}` is {getattr(self, name)}, but {why}; leave one of them out")
+
+    def check_plain(self) -> None:
+        """Raise ConfigError if an option asks for drafts: nothing is drafted."""
+        for name in self.of_drafts:
+            raise ConfigError(
+                f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
             )
 
-    def _check_drafting(self) -> None:
+    def _conflicts(self, device_type: str) -> Iterator[tuple[str, str]]:
+        """Options that other options or the device rule out, each with the reason."""
+        eager, sizes = self.why_eager(device_type), self.with_graph_sizes()
+        recorded, compiled = sizes.cuda_graph_max_bs or 0, sizes.torch_compile_max_bs or 0
+        parallel, device = f"`tensor_parallel_size` is {self.tensor_parallel_size}", f"`device` is {device_type}"
+        quantized = {"int8": "cpu", "fp8": "cuda"}.get(self.draft_quantization, device_type)
+        on_gpu = self.torch_compile and device_type != "cpu"
+        same_bits = "`deterministic` is set, and the bits of an answer would depend on what is computed beside it"
+        for name, is_set, why in (
+            ("mem_fraction_static", None not in (self.mem_fraction_static, self.max_total_tokens),
+             "`max_total_tokens` is given, which sizes the cache too"),
+            ("lookup_corpus", self.lookup_corpus is not None and self.lookup is False, "`lookup` is off"),
+            ("draft_quantization", quantized != device_type, f"{device}, and that needs {quantized}"),
+            ("quantization", self.tensor_parallel_size > 1 and self.quantization == "int8", parallel),
+            ("draft_quantization", self.tensor_parallel_size > 1 and self.draft_quantization in ("int8", "fp8"),
+             parallel),
+            ("torch_compile", self.tensor_parallel_size > 1 and self.torch_compile, parallel),
+            ("torch_compile", self.deterministic and self.torch_compile, same_bits),
+            ("tensor_parallel_size", self.deterministic and self.tensor_parallel_size > 1, same_bits),
+            ("verify", self.deterministic and self.verify in ("rejection", "block"), f"{same_bits}: it needs target"),
+            ("deterministic", self.deterministic and device_type not in ("cpu", "cuda"), f"{device}: cpu or cuda"),
+            ("torch_compile_max_bs", compiled > 0 and not self.torch_compile, "`torch_compile` is not set"),
+            ("torch_compile_max_bs", self.torch_compile_max_bs is not None and not on_gpu,
+             f"{device}, where the compiled layers run any number of requests"),
+            ("cuda_graph_max_bs", self.cuda_graph_max_bs is not None and eager,
+             f"no round can be a CUDA graph: {eager}"),
+            ("disable_overlap_schedule", self.disable_overlap_schedule and eager, f"only CUDA graphs overlap: {eager}"),
+            ("torch_compile", on_gpu and eager, f"on a GPU only CUDA graphs are compiled: {eager}"),
+            ("torch_compile_max_bs", compiled > recorded,
+             f"rounds of at most {recorded} requests run as CUDA graphs (`cuda_graph_max_bs`)"),
+        ):  # fmt: skip
+            if is_set:
+                yield name, why
+
+    def _check_models(self) -> None:
+        """Check the options that choose target and draft. Raises ConfigError."""
         if self.target is None and (self.draft is None or str(self.draft) == NONE):
             raise ConfigError("neither `draft` nor `target` is given; give a draft directory (`draft`) or a target")
         if self.target is None and self.revision is not None:
@@ -248,75 +337,10 @@ class EngineConfig:
             raise ConfigError(f"`draft` is {self.draft}, which does not name a target; give one with `target`")
         if not self.drafts:
             self.check_plain()
-
-    def check_plain(self) -> None:
-        """Raise ConfigError if an option asks for drafts: nothing is drafted."""
-        for name in self.of_drafts:
+        if str(self.draft) == NGRAM and self.draft_quantization in ("int8", "fp8"):
             raise ConfigError(
-                f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
-            )
-
-    def _check_verifier(self, device_type: str) -> None:
-        from toolkit.infer.verify.verifiers import choose_verifier
-
-        head, recorded = self.drafts and str(self.draft) != NGRAM, self.why_eager(device_type) is None
-        choose_verifier(self.verify, self.draft_shape(), head=head, recorded=recorded)
-
-    def _check_draft_quantization(self, device_type: str) -> None:
-        asked = self.draft_quantization
-        needed = {"int8": "cpu", "fp8": "cuda"}.get(asked)
-        if needed is None:
-            return
-        if str(self.draft) == NGRAM:
-            raise ConfigError(
-                f"`draft_quantization` is {asked}, but there is no draft head; give `draft`, or leave it out"
-            )
-        if device_type != needed:
-            raise ConfigError(
-                f"`draft_quantization` is {asked} and the device is {device_type}; {asked} heads need {needed}: leave "
-                f"it out, or set `device` to {needed}"
-            )
-
-    def _check_compilation(self, device_type: str) -> None:
-        rows = self.torch_compile_max_bs
-        if rows is not None and not self.torch_compile:
-            raise ConfigError(
-                f"`torch_compile_max_bs` is {rows}, but `torch_compile` is not set; set it, or leave the bound out"
-            )
-        if rows is not None and device_type == "cpu":
-            raise ConfigError(
-                f"`torch_compile_max_bs` is {rows} and the device is cpu; there the compiled layers run any number of "
-                "requests: leave the bound out"
-            )
-        if rows is not None and rows > self.recorded_rows:
-            raise ConfigError(
-                f"`torch_compile_max_bs` is {rows} and rounds of at most {self.recorded_rows} requests run as CUDA "
-                f"graphs; only these are compiled: lower it to {self.recorded_rows}, or raise `cuda_graph_max_bs`"
-            )
-        if self.torch_compile and device_type != "cpu" and (eager := self.why_eager(device_type)) is not None:
-            raise ConfigError(
-                f"`torch_compile` is set, but on a GPU only CUDA graphs are compiled, and {eager}: leave one out"
-            )
-
-    def _check_graphs(self, device_type: str) -> None:
-        if self.disable_overlap_schedule and (eager := self.why_eager(device_type)) is not None:
-            raise ConfigError(
-                f"`disable_overlap_schedule` is set, but only CUDA graphs overlap, and {eager}: leave it out"
-            )
-        if self.cuda_graph_max_bs is None:
-            return
-        if self.disable_cuda_graph:
-            raise ConfigError("`disable_cuda_graph` and `cuda_graph_max_bs` are both set; leave one of them out")
-        if self.adaptive:
-            raise ConfigError(
-                "`adaptive` and `cuda_graph_max_bs` are both set; a graph has one draft shape: leave one of them out"
-            )
-        if self.draft_confidence:
-            raise ConfigError("`draft_confidence` and `cuda_graph_max_bs` are both set; leave one of them out")
-        if device_type != "cuda":
-            raise ConfigError(
-                f"`cuda_graph_max_bs` is {self.cuda_graph_max_bs} and the device is {device_type}; graphs need a GPU: "
-                "leave it out, or set `device` to cuda"
+                f"`draft_quantization` is {self.draft_quantization}, but there is no draft head; give `draft`, or "
+                "leave it out"
             )
 
 
@@ -324,3 +348,19 @@ class EngineConfig:
 def value_types() -> dict[str, Any]:
     """The type of each option's value, by name."""
     return typing.get_type_hints(EngineConfig)
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The values of a Literal; empty for another type."""
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def parse_shape(text: str, where: str) -> DraftShape:
+    """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
+    from toolkit.infer.request.draft_tree import DraftShape
+    from toolkit.infer.request.errors import DraftShapeError
+
+    try:
+        return DraftShape.parse(text)
+    except DraftShapeError as error:
+        raise ConfigError(f"{where}: {error}") from error

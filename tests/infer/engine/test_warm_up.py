@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.first_launches import sizes_up_to
-from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.engine.warm_up import sizes_up_to
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
@@ -19,9 +17,7 @@ ROWS = 3
     ("name", "shape", "options"),
     [
         ("none", None, {}),
-        ("eagle3", "3,1,4", {}),
-        ("eagle3", "3,3,8", {"graphs": GraphSettings(ROWS, lambda run: run)}),
-        ("mtp-three-layers", "3,1,4", {"graphs": GraphSettings(ROWS, lambda run: run)}),
+        ("mtp-three-layers", "3,1,4", {"capture": lambda run: run}),
         ("ngram", "3,1,4", {}),
         ("eagle3", "4,3,12", {"adaptive": True}),
     ],
@@ -35,10 +31,10 @@ def test_answers_are_those_of_an_engine_without_it(small_target, build, name, sh
     for warm in (False, True):
         engine = Engine(
             small_target, None if shape is None else build(name), None if shape is None else DraftShape.parse(shape),
-            max_running_requests=ROWS, memory=MemorySettings(scattered_pages=True, chunked_prefill_size=16), **options,
+            max_running_requests=ROWS, chunked_prefill_size=16, **options,
         )  # fmt: skip
         if warm:
-            engine.first_launches.run(engine.drafter, engine.shape)
+            engine.warm_up()
             engine.check_integrity()
         requests = engine.generate(prompts, params)
         timed = "adaptive" in options  # what it drafts depends on the clock
