@@ -273,7 +273,7 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         mode.shape,
         max_running_requests=sizes.batch,
         context_length=sizes.longest + sizes.room(subject, mode),
-        memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False, scattered_pages=True),
+        memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False),
         graphs=graphs,
         forced=subject.forced,
     )

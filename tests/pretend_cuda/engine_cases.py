@@ -83,7 +83,7 @@ def engine_of(case: Case, target: Target, graphs: GraphSettings | None, verify: 
         context_length=128, verify=verify, adaptive=case.draft == "adaptive", graphs=graphs,
         deterministic=bool(case.deterministic),
         lookup=Lookup() if case.draft == "composed" else None,
-        memory=MemorySettings(1400, chunked_prefill_size=16, scattered_pages=True),
+        memory=MemorySettings(1400, chunked_prefill_size=16),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def answers(
     engine = Engine(
         target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=ROWS,
         context_length=128, graphs=graphs,
-        memory=MemorySettings(464, chunked_prefill_size=12, scattered_pages=True),
+        memory=MemorySettings(464, chunked_prefill_size=12),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     requests = [

@@ -24,11 +24,9 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 176}
-LAYOUTS = {
-    "contiguous": MemorySettings(scattered_pages=False),
-    "scattered": MemorySettings(scattered_pages=True),
+MEMORIES = {
+    "ample": MemorySettings(),
     "tight": MemorySettings(**TIGHT),
-    "tight-scattered": MemorySettings(**TIGHT, scattered_pages=True),
     "tight-no-prefixes": MemorySettings(**TIGHT, prefix_cache=False),
 }
 NO_PREFIXES = MemorySettings(prefix_cache=False)
@@ -70,28 +68,28 @@ def asked(small_target) -> tuple[list[list[int]], list[SamplingParams], list[lis
     return prompts, params, [one.output_ids for one in plain.generate(prompts, params)]
 
 
-# One head in every layout, and every drafter in the hardest one; the other pairs are slow.
+# One head with every memory, and every drafter with the least; the other pairs are slow.
 PAIRS = [
-    pytest.param(name, layout, marks=() if name == "eagle3" or layout == "tight-scattered" else pytest.mark.slow)
+    pytest.param(name, kind, marks=() if name == "eagle3" or kind == "tight" else pytest.mark.slow)
     for name in ("none", "eagle3", "eagle2", "mtp-three-layers", "ngram")
-    for layout in LAYOUTS
+    for kind in MEMORIES
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, layout):
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, kind):
     """Every drafter, chain and tree, greedy and sampled, on shared prefixes, in chunks, with too few pages."""
     prompts, params, wanted = asked
     for shape in ("3,1,4", "3,3,8") if name != "none" else (None,):
         options = {"draft": build(name), "shape": DraftShape.parse(shape)} if shape else {}
         options |= {"max_running_requests": 4, "context_length": 130}
-        engine = Engine(small_target, **options, memory=LAYOUTS[layout])
+        engine = Engine(small_target, **options, memory=MEMORIES[kind])
         requests = run_checked(engine, prompts, params, at_once=6)
         engine.close()
         assert [request.output_ids for request in requests] == wanted
         reused = sum(request.cached_tokens for request in requests)
-        assert (reused == 0) == (layout == "tight-no-prefixes")
-        if layout.startswith("tight"):
+        assert (reused == 0) == (kind == "tight-no-prefixes")
+        if kind.startswith("tight"):
             assert sum(request.preemptions for request in requests) > 0
         elif name in ("eagle3", "mtp-three-layers"):  # heads that were fed wrong entries would still be lossless
             fresh = Engine(small_target, **options, memory=NO_PREFIXES)
@@ -130,15 +128,13 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
     assert [[e.accepted for e in one.events] for one in ours] == [[e.accepted for e in one.events] for one in wanted]
 
 
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers"])
-def test_requests_without_drafts_share_prefixes(small_target, build, name, scattered):
+def test_requests_without_drafts_share_prefixes(small_target, build, name):
     """Beside a head: they find what is known of their text, and what they leave is not taken for the head's."""
-    memory = MemorySettings(scattered_pages=scattered)
     stem, params = [(7 * i) % 23 + 1 for i in range(64)], SamplingParams(max_tokens=30, ignore_eos=True)
     engine, fresh = (
         Engine(small_target, build(name), DraftShape.chain(3), max_running_requests=2, memory=one)
-        for one in (memory, NO_PREFIXES)
+        for one in (MemorySettings(), NO_PREFIXES)
     )
     # (what follows the stem, whether drafts are wanted, tokens found)
     turns = [
@@ -254,13 +250,12 @@ def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, b
     engine.close()
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
+def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle):
     """The row being read gets its pages for the new shape too, before it drafts for the first time."""
     prompt, params = [3, 9, 4] * 11, SamplingParams(max_tokens=40, ignore_eos=True)
     plain = Engine(small_target, memory=NO_PREFIXES)
     answer = plain.generate([prompt], params)[0].output_ids
-    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
+    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8)
     engine = Engine(small_target, max_running_requests=2, memory=memory)
     engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
@@ -372,14 +367,14 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
-    (False, 200, "target", "3,3,8"),
-    (True, 100, "rejection", "3,1,4"),
-    (False, 100, "block", "3,1,4"),
-    (True, 100, "auto", "3,1,4"),
-    pytest.param(True, 5000, "target", "3,3,8", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("count", "verify", "shape"), [
+    (200, "target", "3,3,8"),
+    (100, "rejection", "3,1,4"),
+    (100, "block", "3,1,4"),
+    (100, "auto", "3,1,4"),
+    pytest.param(5000, "target", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):
+def test_soak(small_target, small_draft, monkeypatch, count, verify, shape):
     """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page
     leaks, no answer changes (drafts that are drawn change those with a temperature, as do seeds of the engine's own,
     which half of the requests have under auto: these end as they must), and of the last 4,000 of 5,000 at most 16 MiB
@@ -396,8 +391,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     monkeypatch.setattr(head_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
     engine = Engine(
         small_target, small_draft, widest, max_running_requests=16, context_length=168, adaptive=True, verify=verify,
-        lookup=Lookup(),
-        memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
+        lookup=Lookup(), memory=MemorySettings(288, chunked_prefill_size=48),
     )  # fmt: skip
     engine.drafter.chooser = AnyChoice(chance, widest)
     left, live = list(range(len(prompts))), {}  # by number: those that have not ended

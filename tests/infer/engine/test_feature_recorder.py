@@ -83,10 +83,8 @@ def test_a_text_out_of_the_prefix_cache_has_none(small_target):
 
 def test_an_engine_with_graphs_is_refused(small_target):
     """A replayed round calls no hook: most states would be missing, and nobody would be told."""
-    engine = Engine(
-        small_target, max_running_requests=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
-        memory=MemorySettings(scattered_pages=True),
-    )  # fmt: skip
+    graphs = GraphSettings(2, lambda run: run, at_start=False)
+    engine = Engine(small_target, max_running_requests=2, graphs=graphs)
     with pytest.raises(EngineError, match="with `disable_cuda_graph`"):
         record_features(engine, LAYERS)
     engine.close()

@@ -35,7 +35,7 @@ def test_answers_are_those_of_an_engine_without_it(small_target, build, name, sh
     for warm in (False, True):
         engine = Engine(
             small_target, None if shape is None else build(name), None if shape is None else DraftShape.parse(shape),
-            max_running_requests=ROWS, memory=MemorySettings(scattered_pages=True, chunked_prefill_size=16), **options,
+            max_running_requests=ROWS, memory=MemorySettings(chunked_prefill_size=16), **options,
         )  # fmt: skip
         if warm:
             engine.first_launches.run(engine.drafter, engine.shape)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -59,13 +58,10 @@ SETTINGS = {
 }
 
 
-def check_one_read_a_round(
-    target, monkeypatch, draft, shape, settings, verify="target", scattered=False, seeds=(1, 1, 1)
-) -> int:
+def check_one_read_a_round(target, monkeypatch, draft, shape, settings, verify="target", seeds=(1, 1, 1)) -> int:
     engine = Engine(
-        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=3, verify=verify,
-        memory=MemorySettings(scattered_pages=scattered),
-    )  # fmt: skip
+        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=3, verify=verify
+    )
     params = [
         SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, **one)
         for seed, one in zip(seeds, SETTINGS[settings], strict=True)
@@ -85,17 +81,16 @@ def check_one_read_a_round(
     return max(event.accepted for request in requests for event in request.events)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
 @pytest.mark.parametrize("name", ["none", "eagle3", "eagle2", "mtp-three-layers", "ngram"])
-def test_one_read_a_round(small_target, build, monkeypatch, name, shape, settings, scattered):
+def test_one_read_a_round(small_target, build, monkeypatch, name, shape, settings):
     """Propose, verify, commit and compaction, ragged rows, one of them plain.
 
     (Of a vocabulary of more than 64 tokens a CPU reads more under top-p: it looks at no more than it must.)
     """
     draft = None if name == "none" else build(name)
-    longest = check_one_read_a_round(small_target, monkeypatch, draft, shape, settings, scattered=scattered)
+    longest = check_one_read_a_round(small_target, monkeypatch, draft, shape, settings)
     if name != "mtp-three-layers":  # its drafts may all be wrong
         assert (longest > 0) == (draft is not None)
 

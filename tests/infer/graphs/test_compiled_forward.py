@@ -50,7 +50,7 @@ def again(run):
 
 
 def engine_with(target, draft, shape, compiled, capture=again) -> Engine:
-    memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
+    memory = MemorySettings(chunked_prefill_size=16)
     graphs = GraphSettings(4, capture, compiled)
     wanted = None if draft is None else DraftShape.parse(shape)
     return Engine(target, draft, wanted, max_running_requests=4, graphs=graphs, memory=memory)

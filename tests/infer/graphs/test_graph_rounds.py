@@ -53,7 +53,7 @@ def answers(engine: Engine, settings: str, seed: int = 1, tokens: int = 12) -> l
 def engine_with(target: Any, draft: Any, shape: str, graphs: GraphSettings | None, tokens: int | None = None) -> Engine:
     return Engine(
         target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=ROWS, graphs=graphs,
-        memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
+        memory=MemorySettings(tokens, chunked_prefill_size=16),
         context_length=None if tokens is None else 128,
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_second_engine_on_the_same_head_leaves_recordings_alone(small_target, 
     draft = replace(draft, head=copy.deepcopy(draft.head))  # nobody else has made its tables yet
     first = engine_with(small_target, draft, "3,3,8", GraphSettings(ROWS, recording), tokens=640)
     wanted = answers(first, "greedy")
-    longer = MemorySettings(chunked_prefill_size=4096, scattered_pages=True)
+    longer = MemorySettings(chunked_prefill_size=4096)
     second = Engine(
         small_target,
         draft,
@@ -249,11 +249,6 @@ def test_a_failed_recording_keeps_no_memory(small_target, failure, attempts):
     finally:
         gc.enable()
     engine.close()
-
-
-def test_what_cannot_be_recorded_is_refused(small_target, recording):
-    with pytest.raises(EngineError, match="scattered"):
-        Engine(small_target, graphs=GraphSettings(4, recording))
 
 
 def test_buckets():

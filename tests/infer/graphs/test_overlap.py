@@ -98,7 +98,7 @@ def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | Non
         target, draft, None if draft is None else DraftShape.parse(shape),
         max_running_requests=ROWS, context_length=CONTEXT,
         graphs=None if capture is None else GraphSettings(ROWS, watch.capture(capture), **settings),
-        memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
+        memory=MemorySettings(tokens, chunked_prefill_size=16),
     )  # fmt: skip
     return watch
 
@@ -179,7 +179,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
 
     engine = Engine(
         target, draft, DraftShape.parse(shape) if shape else None, max_running_requests=4,
-        graphs=GraphSettings(3, capture, overlap=overlap), memory=MemorySettings(scattered_pages=True),
+        graphs=GraphSettings(3, capture, overlap=overlap),
     )  # fmt: skip
     settings = ({}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9})
     params = [SamplingParams(max_tokens=100, seed=i, ignore_eos=True, **one) for i, one in enumerate(settings)]
@@ -286,7 +286,7 @@ def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, ca
     engine.close()
     drawing = Engine(
         small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=2, verify="block",
-        graphs=GraphSettings(2, recording), memory=MemorySettings(scattered_pages=True),
+        graphs=GraphSettings(2, recording),
     )  # fmt: skip
     assert recording.recorded == 24 + 2
     drawing.close()

@@ -9,8 +9,7 @@ A row of the cache during a tree forward (the prefix is committed, the nodes are
     entry         prefix       node 0 .. M-1            the N new nodes are the last of the M
     attended by   all nodes    itself and descendants
 
-Kernels for paged attention read keys and values in place (paged_metadata.py). Other caches are read as views
-(contiguous rows) or as gathered copies.
+Kernels for paged attention read keys and values in place (paged_metadata.py). Plain torch gathers them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class PromptMetadata:
     def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
         device = cache.shape.device
         table = cache.pool.table(first_row, rows, cache.pool.pages_of(tokens), device)
-        self._window = cache.window(first_row, table, torch.arange(tokens, device=device).expand(rows, tokens), tokens)
+        self._window = cache.window(table, torch.arange(tokens, device=device).expand(rows, tokens), tokens)
         self._tokens = tokens
         self._masks: dict[int | None, Tensor] = {}
 
@@ -77,7 +76,7 @@ class PromptMetadata:
 
 
 class TreeMetadata:
-    """N new nodes per row after prefixes of lengths [B] tokens, in rows first_row .. first_row+B-1.
+    """N new nodes per row after prefixes of lengths [B] tokens.
 
     table [B, P] int64: page tables. span: number of positions read; at least the longest row with its nodes.
     node_mask [B, N, M] bool: the nodes of the row that each new node attends to, itself included.
@@ -93,7 +92,6 @@ class TreeMetadata:
         span: int,
         node_mask: Tensor,
         depths: Tensor | None,
-        first_row: int = 0,
     ) -> None:
         self._rows, self._new, self._nodes = node_mask.shape
         self._span = span
@@ -101,14 +99,13 @@ class TreeMetadata:
         self._table, self._lengths = table, lengths
         self._masks: dict[int | None, Tensor] = {}
         self._allowed: Tensor | None = None
-        self._row_attention = _row_attention(cache, lengths, node_mask) if self._new <= FEW else None
-        self._rows_of_cache = (cache, first_row)
+        self._row_attention = _row_attention(cache, table, lengths, node_mask) if self._new <= FEW else None
+        self._cache = cache
 
     @cached_property
     def _window(self) -> Window:
-        cache, first_row = self._rows_of_cache
         new = torch.arange(self._nodes - self._new, self._nodes, device=self._lengths.device)
-        return cache.window(first_row, self._table, self._lengths[:, None] + new, self._span)
+        return self._cache.window(self._table, self._lengths[:, None] + new, self._span)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
@@ -117,12 +114,9 @@ class TreeMetadata:
         scaling, window, softcap, sinks = scoring
         if window is not None and window >= self._span:
             window = None
-        cache, first_row = self._rows_of_cache
-        plain = window is None and softcap is None and sinks is None
+        cache, plain = self._cache, window is None and softcap is None and sinks is None
         if self._row_attention is not None and plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
-            return self._row_attention(
-                q, k, v, *cache.contiguous_addresses(layer, first_row), cache.row_numbers, scaling
-            )
+            return self._row_attention(q, k, v, cache.keys[layer], cache.values[layer], scaling)
         self.write(layer, k, v)
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window not in self._masks:
@@ -171,13 +165,13 @@ class InOrderMetadata(TreeMetadata):
         for first in range(0, self._new, size):
             part = slice(first, min(first + size, self._new))
             mask = self._node_mask[:, part, part] if chain else self._node_mask
-            attention = _row_attention(self._rows_of_cache[0], self._lengths + first, mask, in_order=True)
+            attention = _row_attention(self._cache, self._table, self._lengths + first, mask, in_order=True)
             self._parts += [] if attention is None else [(part, attention)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        cache, first_row = self._rows_of_cache
+        cache = self._cache
         if self._parts and scoring.plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
-            where = *cache.contiguous_addresses(layer, first_row), cache.row_numbers, scoring.scaling
+            where = cache.keys[layer], cache.values[layer], scoring.scaling
             outs = [own(q[:, :, at], k[:, :, at], v[:, :, at], *where) for at, own in self._parts]
             return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
@@ -203,7 +197,7 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
     depths = torch.arange(tokens, device=device).expand(len(starts), -1)
     span = max(starts) + tokens
     table = cache.pool.table(first_row, len(starts), cache.pool.pages_of(span), device)
-    rows = cache, table, upload(starts, device), span, causal, depths, first_row
+    rows = cache, table, upload(starts, device), span, causal, depths
     return InOrderMetadata(*rows, chain=True) if cache.in_order else TreeMetadata(*rows)
 
 
@@ -223,18 +217,16 @@ def tree_metadata(
     return InOrderMetadata(*rows, chain=False) if cache.in_order else TreeMetadata(*rows)
 
 
-def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor, in_order: bool = False) -> RowAttention | None:
-    """Return the kernel that computes a layer's attention in one call; None unless rows are contiguous."""
-    shape = cache.shape
-    choose = ops_for(shape.device.type).row_attention
-    if choose is None or not cache.pool.contiguous:
-        return None
-    return choose(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask, in_order)
+def _row_attention(
+    cache: KVCache, table: Tensor, lengths: Tensor, node_mask: Tensor, in_order: bool = False
+) -> RowAttention | None:
+    """Return the kernel that computes a layer's attention in one call; None without one."""
+    choose = ops_for(cache.shape.device.type).row_attention
+    return None if choose is None else choose(cache.pages(0, table, 0), lengths, node_mask, in_order)
 
 
 def _paged_kernels(cache: KVCache) -> Ops | None:
-    """Return the ops that read this cache through its page tables; None: rows are contiguous or must be gathered."""
+    """Return the ops that read this cache through its page tables; None: pages must be gathered."""
     shape = cache.shape
     ops = ops_for(shape.device.type)
-    fits = max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width
-    return ops if fits and not cache.pool.contiguous else None
+    return ops if max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width else None

@@ -69,18 +69,13 @@ class PrefixCache:
     def keep(
         self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True, states: Snapshot | None = None
     ) -> None:
-        """Cache the row's pages of its first `positions` positions, as far as there is room, and the row's `states`.
+        """Cache the row's pages of its first `positions` positions, and the row's `states`.
 
         Only full pages are cached, and with `drafted` only those whose next `lookahead` tokens are known.
         tokens: the tokens of the row. drafted: the drafter's entries are valid too.
         """
         complete = min(positions, len(tokens) - (self._lookahead if drafted else 0)) // self._pool.page_size
         path = self._path(tokens, complete, drafted)
-        missing = complete - len(path)
-        for node in path:
-            del self._recency[node]  # must not be evicted for its own children
-        if self._pool.contiguous:  # scattered pages are shared, which takes no page
-            self.evict(missing)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
             key = self._key(tokens, number, drafted)
             above = path[-1].below if path else self._roots

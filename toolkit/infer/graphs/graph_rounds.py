@@ -30,7 +30,7 @@ from toolkit.infer.graphs.recordings import (
 )
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
-from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.request.errors import CompileError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import is_edited
@@ -42,10 +42,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class GraphRounds:
-    """The graphs of one engine with a cache of scattered pages. run_round: the function to capture; it runs on `state`.
-
-    Raises EngineError for a cache that graphs do not support.
-    """
+    """The graphs of one engine. run_round: the function to capture; it runs on `state`."""
 
     settings: GraphSettings
     run_round: RunRound
@@ -59,10 +56,6 @@ class GraphRounds:
     def __post_init__(self) -> None:
         shape = self.cache.shape
         assert self.settings.capture is not None or shape.device.type == "cuda", "EngineConfig.check lets no CPU record"
-        if self.cache.pool.contiguous:
-            raise EngineError(
-                "the cache is contiguous, but CUDA graphs need scattered pages; set `scattered_pages` to True"
-            )
         rows = self.cache.pool.rows
         buckets = buckets_up_to(min(self.settings.max_rows, rows))
         self._most_rows = buckets[-1]
