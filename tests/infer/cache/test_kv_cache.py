@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.kernels.paged_reference import compact
+from toolkit.infer.kernels.paged_reference import compact, gather_pages
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"), value_dim=3)
 
@@ -25,9 +26,8 @@ def test_padding_leaves_page_0_as_it_is():
     pool = PagePool(2, 16, page_size=4)
     cache = KVCache(SHAPE, pool)
     assert pool.grow(0, 3) and pool.grow(1, 8)
-    window = cache.window(pool.table(0, 2, 2, torch.device("cpu")), torch.arange(6).expand(2, -1), 8)
-    window.write(1, torch.full((2, 6, 2, 4), torch.nan), torch.full((2, 6, 2, 3), torch.nan))
-    keys, values = window.read(1)
+    metadata = prompt_metadata(cache, 0, [0, 0], 6)
+    keys, values = gather_pages(metadata.write(1, *(torch.full((2, 2, 6, width), torch.nan) for width in (4, 3))))
     assert keys[0, :4].isnan().all() and keys[1, :6].isnan().all() and values[1, :6].isnan().all()
     assert not keys[0, 4:].any() and not keys[1, 6:].any() and not values[0, 4:].any()
 

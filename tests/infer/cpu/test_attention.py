@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from toolkit.infer.attention.metadata import FEW, TreeMetadata
+from toolkit.infer.attention.metadata import FEW, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import attention as cpu_attention
@@ -60,7 +60,7 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     )
     table = pool.table(0, rows, pool.pages_per_row, torch.device("cpu"))
     depths = torch.zeros(rows, nodes, dtype=torch.long)
-    metadata = TreeMetadata(cache, table, torch.tensor(lengths), max(lengths) + nodes, mask, depths)
+    metadata = tree_metadata(cache, table, torch.tensor(lengths), max(lengths) + nodes, mask, depths)
     assert metadata._row_attention is not None
     if not ours:
         metadata._row_attention = None

@@ -1,7 +1,7 @@
-"""The KV cache on the pages of a page pool, and windows: the rows that one forward writes and reads.
+"""The KV cache on the pages of a page pool.
 
-Shapes: E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values, R rows of the pool. For a
-window: B rows, N new positions per row, S positions read.
+Shapes: E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values; B rows, P pages of a table,
+N new positions per row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.kernels.paged_reference import Pages, gather_pages, places_in, write_entries
+from toolkit.infer.kernels.paged_reference import Pages, places_in
 from toolkit.infer.request.upload import upload
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE: untouched addresses do not count as used memory
@@ -47,8 +47,8 @@ class KVCache:
     def __init__(self, shape: KVShape, pool: PagePool, *, in_order: bool = False) -> None:
         self.shape, self.pool, self.in_order = shape, pool, in_order
         widths = (shape.head_dim, shape.value_dim or shape.head_dim)
-        self.padding = pool.page_count * pool.page_size  # a page of its own: page 0 stays zero in plain torch
-        entries = self.padding + pool.page_size
+        self._padding = pool.page_count * pool.page_size  # a page of its own: page 0 stays zero in plain torch
+        entries = self._padding + pool.page_size
         # Of all layers in one tensor: a kernel moves their entries in one launch.
         self.keys, self.values = (list(self._zeros((shape.layers, entries, shape.kv_heads, width))) for width in widths)
         pool.attach(self)
@@ -67,33 +67,13 @@ class KVCache:
         """Return a layer's pages for rows with page table [B, P], read up to position `span`."""
         return Pages(self.keys[layer], self.values[layer], table, self.pool.page_size, span)
 
-    def window(self, table: Tensor, positions: Tensor, span: int) -> Window:
-        """Return a window of rows with page table [B, P]: new positions [B, N], S = span."""
-        return Window(self, table, positions, span)
+    def entries(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Return where plain torch writes `positions` [B, N] of rows with page table [B, P], [B, N] int64."""
+        places, size = places_in(table, positions, self.pool.page_size), self.pool.page_size
+        return torch.where(places < size, places + self._padding, places)
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Write zeros to pages of all layers."""
         numbers = upload(pages, self.shape.device, torch.long)
         for store in (*self.keys, *self.values):
             store.view(-1, self.pool.page_size, *store.shape[1:]).index_fill_(0, numbers, 0)
-
-
-class Window:
-    """Cache rows of one forward, built once for all its layers. Their pages are gathered."""
-
-    def __init__(self, cache: KVCache, table: Tensor, positions: Tensor, span: int) -> None:
-        self._cache, self._span = cache, span
-        self._table = table[:, : cache.pool.pages_of(span)]
-        places, size = places_in(table, positions, cache.pool.page_size), cache.pool.page_size
-        self._places = torch.where(places < size, places + cache.padding, places)
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] to the window's new positions."""
-        write_entries(self._cache.keys[layer], keys, self._places)
-        write_entries(self._cache.values[layer], values, self._places)
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of positions 0..S-1."""
-        cache = self._cache
-        where = self._table, cache.pool.page_size, self._span
-        return gather_pages(cache.keys[layer], *where), gather_pages(cache.values[layer], *where)

@@ -59,6 +59,11 @@ class Ops:
     paged_width: int
     row_attention: ChooseRowAttention | None = None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the device has kernels of our own for all ops."""
+        return self.paged_width > 0
+
 
 OLDEST = (8, 0)  # compute capability of the Triton kernels: their products are in bfloat16 or tf32
 _chosen: dict[str, Ops] = {}
