@@ -272,7 +272,7 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         mode.shape,
         max_running_requests=sizes.batch,
         context_length=sizes.longest + sizes.room(subject, mode),
-        memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False, scattered_pages=True),
+        memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False),
         capture=capture,
         short_lived=True,  # only what is measured is recorded: every graph takes time and memory
         **how,

@@ -56,7 +56,7 @@ def kernels_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(target: Target, **engine: object) -> list[list[int]]:
-    memory = MemorySettings(1024, chunked_prefill_size=12, scattered_pages=True)
+    memory = MemorySettings(1024, chunked_prefill_size=12)
     opened = Engine(target, max_running_requests=2, memory=memory, **engine)
     prompts = [[3 + i * 7 % 300 for i in range(length)] for length in (5, 30)]
     found = opened.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))

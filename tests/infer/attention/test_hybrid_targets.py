@@ -57,7 +57,7 @@ def test_answers_are_exact(target, reference, oracle):
 def test_the_first_launches_leave_no_states(target, reference):
     """It writes states into the first rows: the next prompts there start with zeros again."""
     prompts = prompts_of(14, 5, 21)
-    memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
+    memory = MemorySettings(chunked_prefill_size=16)
     engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, memory=memory)
     engine.warm_up()
     answers = [request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=16))]
@@ -65,15 +65,14 @@ def test_the_first_launches_leave_no_states(target, reference):
     assert answers == [reference(target, prompt, 16) for prompt in prompts]
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
-def test_little_memory(target, reference, scattered):
+def test_little_memory(target, reference):
     """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;
     a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds its prefix again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     for draft, lookup in ((build_head(target), None), (build_head(target), True), (NgramLookup(), None)):
-        room = 208 if lookup is None else 304  # the head may fall behind lookup by some positions
-        memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
+        room = 176 if lookup is None else 304  # the head may fall behind lookup by some positions
+        memory = MemorySettings(room, chunked_prefill_size=7)
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]

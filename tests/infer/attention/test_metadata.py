@@ -28,9 +28,9 @@ KNOBS = [  # window, softcap, sinks, width of values
 ]
 
 
-@pytest.fixture(params=["contiguous", "scattered", "through-pages"])
+@pytest.fixture(params=["gathered", "through-pages"])
 def make_cache(request, monkeypatch):
-    """A cache of three rows full of noise, with pages for 40 positions each; scattered: taken in an odd order.
+    """A cache of three rows full of noise, with pages for 40 positions each, taken in an odd order.
 
     through-pages: the ops that read the page tables, as a GPU has them.
     """
@@ -38,7 +38,7 @@ def make_cache(request, monkeypatch):
         monkeypatch.setattr(attention_metadata, "ops_for", lambda device: replace(REFERENCE, paged_width=256))
 
     def make(value_dim) -> KVCache:
-        pool = PagePool(3, 40, contiguous=request.param == "contiguous", page_size=4)
+        pool = PagePool(3, 40, page_size=4)
         cache = KVCache(KVShape(1, 2, 8, torch.float32, torch.device("cpu"), value_dim), pool)
         for length in range(4, 41, 4):
             assert all(pool.grow(row, length) for row in (2, 0, 1))

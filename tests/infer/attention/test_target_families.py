@@ -222,9 +222,8 @@ def test_heads_on_family_are_exact(family, small_target):
     assert accepted > 0, "no head was ever right, so nothing but the root was ever committed"
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("family", SWEEP)
-def test_family_is_exact_with_little_memory(family, scattered, small_target, reference):
+def test_family_is_exact_with_little_memory(family, small_target, reference):
     """Prompts that begin alike, read in chunks of 7 and from kept pages, five at once where three have room; a tree
     and a chain of a head, and n-gram lookup."""
     target = build(family, FAMILIES[family], small_target.tokenizer)
@@ -232,9 +231,9 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
     stem = torch.randint(3, VOCABULARY, (35,), generator=generator).tolist()
     prompts = [stem + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 5, 1, 9, 7)]
     wanted = [reference(target, prompt, 40) for prompt in prompts]
-    other = (NgramLookup(), "3,1,4", 224) if scattered else (build_head(target), "3,1,4", 208)  # each once is enough
-    for draft, shape, room in ((build_head(target), "3,4,14", 240), other):
-        memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
+    head = build_head(target)
+    for draft, shape, room in ((head, "3,4,14", 192), (head, "3,1,4", 176), (NgramLookup(), "3,1,4", 176)):
+        memory = MemorySettings(room, chunked_prefill_size=7)
         engine = Engine(
             target, draft, DraftShape.parse(shape), max_running_requests=5, context_length=128, memory=memory
         )
@@ -263,7 +262,7 @@ def test_family_is_exact_in_compiled_rounds(family, small_target, reference, mon
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5)]
     monkeypatch.setattr(compiled_forward, "BACKEND", "eager")
-    memory = MemorySettings(scattered_pages=True)
+    memory = MemorySettings()
     engine = Engine(
         target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, memory=memory, capture=again,
         torch_compile=True,
@@ -283,7 +282,7 @@ ON_GPU = ("llama", "qwen3", "qwen2-windows", "gemma2", "gemma3_text", "gpt_oss",
 @needs_gpu
 @pytest.mark.parametrize("family", ON_GPU)
 def test_family_is_exact_on_a_gpu(family, small_target, reference):
-    """Through scattered pages and the kernels, in fp32: prompts read in chunks, chain and tree, a ragged batch of five.
+    """Through the kernels, in fp32: prompts read in chunks, chain and tree, a ragged batch of five.
 
     The wanted answers are Hugging Face's on the same GPU.
     """
@@ -296,7 +295,6 @@ def test_family_is_exact_on_a_gpu(family, small_target, reference):
     head.head.to("cuda")
     memory = MemorySettings(464, chunked_prefill_size=12)
     engine = Engine(target, head, DraftShape.chain(3), max_running_requests=5, context_length=128, memory=memory)
-    assert not engine._cache.pool.contiguous
     accepted = 0
     for shape in ("3,1,4", "3,4,14"):
         engine.set_shape(DraftShape.parse(shape))

@@ -36,7 +36,7 @@ def check(state: RoundState, pool: PagePool, requests: int, count: int) -> None:
 
 def test_tables_follow_the_pool():
     """Rows that grow, end, move and begin with shared pages; a page of before would be another request's now."""
-    chance, pool = random.Random(5), PagePool(4, 64, contiguous=False, page_size=4)
+    chance, pool = random.Random(5), PagePool(4, 64, page_size=4)
     state = RoundState(4, pool, torch.device("cpu"))
     for _ in range(200):
         row = chance.randrange(4)
@@ -56,7 +56,7 @@ def test_tables_follow_the_pool():
 
 def test_only_new_pages_are_uploaded(uploaded):
     """With tables of thousands of pages, whole ones would take longer than the round."""
-    pool = PagePool(2, 4096, contiguous=False, page_size=4)
+    pool = PagePool(2, 4096, page_size=4)
     state = RoundState(2, pool, torch.device("cpu"))
     pool.grow(0, 4000), pool.grow(1, 400)
     check(state, pool, 2, 2)
@@ -68,7 +68,7 @@ def test_only_new_pages_are_uploaded(uploaded):
 
 def test_a_padding_row_drops_its_pages_and_gets_them_back():
     """Padding writes to its pages: row 1's would be those of a prompt that is being read."""
-    pool = PagePool(2, 16, contiguous=False, page_size=4)
+    pool = PagePool(2, 16, page_size=4)
     state = RoundState(2, pool, torch.device("cpu"))
     pool.grow(0, 4), pool.grow(1, 12)
     check(state, pool, 2, 2)

@@ -237,7 +237,7 @@ def test_log_probabilities_of_a_forward_over_the_whole_text():
 def teacher_forced(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [1, T, V] after every token of ids [1, T], by one forward."""
     forward, tokens = engine._forward, ids.shape[1]
-    pool = PagePool(1, tokens, contiguous=True)
+    pool = PagePool(1, tokens)
     pool.grow(0, tokens)
     metadata = prompt_metadata(KVCache(forward.kv_shape, pool, in_order=True), 0, [0], tokens)
     hidden = forward(ids, torch.arange(tokens)[None], metadata)

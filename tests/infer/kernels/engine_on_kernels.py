@@ -89,7 +89,7 @@ def target_and_head(family: str) -> tuple[Target, DraftCheckpoint]:
 
 def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list[list[int]]:
     """Ragged prompts, one read in chunks; a chain, a tree, and a chain whose requests draw."""
-    memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
+    memory = MemorySettings(256, chunked_prefill_size=12)
     engine = Engine(target, draft, DraftShape.chain(2), max_running_requests=2, memory=memory)
     found = []
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
@@ -106,7 +106,7 @@ def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list
 def in_order(target: Target, draft: DraftCheckpoint) -> list[Any]:
     """Tokens and log-probabilities with `deterministic`: one by one, with a chain, and with a tree in a batch."""
     prompts, found = [[3 + i * 5 % 17 for i in range(n)] for n in (4, 19)], []
-    memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
+    memory = MemorySettings(256, chunked_prefill_size=12)
     asked = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1)
     for shape, rows in ((None, 1), ("2,1,3", 1), ("3,3,8", 2)):
         drafts = {} if shape is None else {"draft": draft, "shape": DraftShape.parse(shape)}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from row_products import row_products
 
-from toolkit.infer.attention.paged_metadata import paths_of
+from toolkit.infer.attention.metadata import paths_of
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask, root_beams

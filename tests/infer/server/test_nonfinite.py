@@ -8,7 +8,6 @@ import httpx
 import pytest
 import torch
 
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -27,15 +26,14 @@ def broken_target(tiny_target):
     return Target(model=model, tokenizer=tiny_target.tokenizer, name="broken")
 
 
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("shape", [None, "3,2,6"])
-def test_nothing_of_it_reaches_other_requests(tiny_target, broken_target, tiny_draft, scattered, shape):
+def test_nothing_of_it_reaches_other_requests(tiny_target, broken_target, tiny_draft, shape):
     """A page with NaN that another request gets poisons it: what is masked is multiplied by 0, and 0 * nan is nan."""
     params = SamplingParams(max_tokens=24, logit_bias={BROKEN: -100})
     draft = {} if shape is None else {"draft": tiny_draft, "shape": DraftShape.parse(shape)}
     plain = Engine(tiny_target).generate(PROMPTS, params)
     wanted = [request.output_ids for request in plain]
-    engine = Engine(broken_target, memory=MemorySettings(scattered_pages=scattered), **draft)
+    engine = Engine(broken_target, **draft)
     for _ in range(2):
         first, other, *rest = engine.generate([[5, BROKEN, 6] * 8, *PROMPTS], params, speculative=False)
         assert first.failed and not first.output_ids and "not finite" in first.stop_reason

@@ -97,7 +97,7 @@ def test_an_engine_that_is_forced(tiny_target, tiny_draft, recorded: bool, shape
     def answers(forced: ForcedAcceptance | None, capture: Capture | None) -> list:
         engine = Engine(
             tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, capture=capture, forced=forced,
-            memory=MemorySettings(scattered_pages=True, prefix_cache=False),
+            memory=MemorySettings(prefix_cache=False),
         )  # fmt: skip
         requests = [engine.add_request(ids, SamplingParams(max_tokens=40, ignore_eos=True)) for ids in ([5, 6], [7, 8])]
         while engine.has_work():

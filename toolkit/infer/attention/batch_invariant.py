@@ -67,7 +67,7 @@ def make_batch_invariant(target: Target, positions: int) -> None:
 
 def _check_gpu(target: Target) -> None:
     wrong = next(filter(None, (_of_library(*one) for one in target.model.named_modules())), None)
-    if not ops_for(target.device.type).paged_width:
+    if not ops_for(target.device.type).has_kernels:
         wrong = "this GPU runs no Triton kernels (one of compute capability 8.0 or later is needed, and triton)"
     elif target.vocab_size % ALIGNED:
         wrong = f"the vocabulary has {target.vocab_size} tokens, and a multiple of {ALIGNED} is needed"
@@ -111,7 +111,7 @@ def _product(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if more:
             return own(module, inputs, *more)
         ops = ops_for(inputs.device.type)
-        if not ops.paged_width:  # no kernels
+        if not ops.has_kernels:
             return in_row_blocks(partial(own, module), inputs)
         weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # Conv1D's is [K, N]
         return ops.product(inputs, weight, module.bias)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.infer.attention.fused_norms import fused_form
-from toolkit.infer.attention.paged_metadata import PagedTreeMetadata
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
@@ -75,7 +74,7 @@ class FusedLayer:
 
     def _attend(self, qkv: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
         cos, sin = (one.expand(len(qkv), -1, -1).contiguous() for one in rotation)
-        if isinstance(metadata, PagedTreeMetadata):
+        if metadata.in_place:
             pages, starts, first = metadata.places(self._place)
             q, _, _ = self._ops.rotate_joined(qkv, cos, sin, self._heads, self._head_norms, pages, starts, first)
             return metadata.attend_written(q.transpose(1, 2), pages, self._scoring)
@@ -186,6 +185,8 @@ def _is_plain(linear: Any) -> bool:
 
 class _Uncached:
     """Attention metadata of the comparison: causal, without a cache."""
+
+    in_place = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         return attend_causal(q, k, v, scaling=scoring.scaling)

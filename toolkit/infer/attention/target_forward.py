@@ -196,7 +196,7 @@ class TargetForward:
     def _logits_in_parts(self, *parts: int) -> Tensor:
         """The logits [1, N, V] of the probe's tokens, in forwards of so many tokens: a prompt, then chains."""
         ids, device = self._probe_ids, self.target.device
-        pool = PagePool(1, PROBE_TOKENS, contiguous=device.type == "cpu")
+        pool = PagePool(1, PROBE_TOKENS)
         pool.grow(0, PROBE_TOKENS)
         cache = KVCache(self.kv_shape, pool, in_order=self.deterministic)
         table = pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device)

@@ -26,14 +26,12 @@ class MemorySettings:
     of a GPU's free memory) for the target's cache.
     prefix_cache: do not prefill again the part that a prompt shares with an earlier text.
     chunked_prefill_size: prompt tokens per prefill chunk, between two rounds of running requests.
-    scattered_pages: the scattered layout of page_pool.py; None: scattered unless on a CPU.
     mem_fraction_static: share of the same memory, in place of the default; not together with max_total_tokens.
     """
 
     max_total_tokens: int | None = None
     prefix_cache: bool = True
     chunked_prefill_size: int = 1024
-    scattered_pages: bool | None = None
     mem_fraction_static: float | None = None
 
     def context(self, shape: KVShape, max_running_requests: int, asked: int | None, longest: int, *beside: int) -> int:
@@ -56,10 +54,9 @@ class MemorySettings:
         row_bytes, token_bytes: what a running request takes of the same memory beside its pages; what a token takes in
         other caches on the pages, such as a head's. Raises EngineError if a GPU has no room for one request.
         """
-        scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
         longest = context_length + max(ROOM, self.chunked_prefill_size)
         pages = self._pages(shape, self._needed(shape, max_running_requests, context_length, row_bytes, token_bytes))
-        return PagePool(max_running_requests, longest, pages, contiguous=not scattered)
+        return PagePool(max_running_requests, longest, pages)
 
     def _needed(self, shape: KVShape, rows: int, context: int, row_bytes: int, token_bytes: int) -> Need:
         return Need(shape.bytes_per_token + token_bytes, row_bytes, rows, context)
@@ -134,24 +131,15 @@ class KVMemory:
                 found = self._prefixes.find(*wanted)
             else:
                 found, states = self._prefixes.find_states(*wanted)
-        if self._start(row, found, len(tokens), reserve):
-            if self._states is not None and states is not None:
-                self._states.restore(row, states)
-            return len(found) * size
-        # In the contiguous layout the cached prefix takes room beside its copy: try again without the prefix.
-        return 0 if found and self._start(row, [], len(tokens), reserve) else None
-
-    def _start(self, row: int, found: Sequence[int], length: int, reserve: int) -> bool:
-        """Start the row with the pages `found` and grow it to `length` tokens and one step. False without room."""
-        shared = 0 if self.pool.contiguous else len(found)  # shared pages need no new pages
-        self.pool.hold(found)  # protects them from eviction
-        room = self._free(self.pool.pages_of(length + self.slack) - shared + reserve)
-        if room:
-            taken = self.pool.adopt(row, found) and self.pool.grow(row, length + self.slack)
-            assert taken, "pages that were free are gone"
-        for page in found:
-            self.pool.drop(page)
-        return room
+        self.pool.adopt(row, found)  # protects them from eviction
+        positions = len(tokens) + self.slack
+        if not self._free(self.pool.missing(row, positions) + reserve):
+            self.pool.release(row)
+            return None
+        self.pool.grow(row, positions)
+        if self._states is not None and states is not None:
+            self._states.restore(row, states)
+        return len(found) * size
 
     def grow(self, row: int, length: int) -> bool:
         """Grow the row to `length` tokens and one step; evict unused prefixes if necessary. False without room."""

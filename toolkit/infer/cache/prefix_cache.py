@@ -30,9 +30,9 @@ _Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's entr
 @dataclass(eq=False)
 class _Node:
     page: int
-    above: dict[_Key, _Node]  # the dictionary that contains this node: its parent's `below`, or the roots
+    above: dict[_Key, _Node]  # the dictionary that contains this node: its parent's `children`, or the roots
     key: _Key
-    below: dict[_Key, _Node] = field(default_factory=dict)
+    children: dict[_Key, _Node] = field(default_factory=dict)
     states: Snapshot | None = None  # of a hybrid target: at the end of the page
 
 
@@ -69,21 +69,16 @@ class PrefixCache:
     def keep(
         self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True, states: Snapshot | None = None
     ) -> None:
-        """Cache the row's pages of its first `positions` positions, as far as there is room, and the row's `states`.
+        """Cache the row's pages of its first `positions` positions, and the row's `states`.
 
         Only full pages are cached, and with `drafted` only those whose next `lookahead` tokens are known.
         tokens: the tokens of the row. drafted: the drafter's entries are valid too.
         """
         complete = min(positions, len(tokens) - (self._lookahead if drafted else 0)) // self._pool.page_size
         path = self._path(tokens, complete, drafted)
-        missing = complete - len(path)
-        for node in path:
-            del self._recency[node]  # must not be evicted for its own children
-        if self._pool.contiguous:  # scattered pages are shared, which takes no page
-            self.evict(missing)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
             key = self._key(tokens, number, drafted)
-            above = path[-1].below if path else self._roots
+            above = path[-1].children if path else self._roots
             node = above[key] = _Node(page, above, key)
             path.append(node)
         self._touch(path)
@@ -127,7 +122,7 @@ class PrefixCache:
         found: list[_Node] = []
         staying: set[int] = set()  # ids of dictionaries with a node that stays: their parents stay too
         for node in self._recency:
-            if id(node.below) in staying or self._pool.holders(node.page) > 1:
+            if id(node.children) in staying or self._pool.holders(node.page) > 1:
                 staying.add(id(node.above))
             else:
                 found.append(node)
@@ -140,8 +135,8 @@ class PrefixCache:
             return whole
         best = whole
         for length in range(len(whole), -1, -1):
-            behind = whole[length - 1].below if length else self._roots
-            if self._key(tokens, length, drafted=False) in behind:
+            children = whole[length - 1].children if length else self._roots
+            if self._key(tokens, length, drafted=False) in children:
                 found = self._follow(whole[:length], tokens, most, drafted=False)
                 best = found if len(found) > len(best) else best  # on a tie, the path with more whole pages wins
         return best
@@ -149,7 +144,7 @@ class PrefixCache:
     def _follow(self, path: list[_Node], tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
         """Extend `path` with all matching pages of that kind, up to `most` pages."""
         while len(path) < most:
-            node = (path[-1].below if path else self._roots).get(self._key(tokens, len(path), drafted))
+            node = (path[-1].children if path else self._roots).get(self._key(tokens, len(path), drafted))
             if node is None:
                 break
             path.append(node)
@@ -157,8 +152,8 @@ class PrefixCache:
 
     def _key(self, tokens: Sequence[int], number: int, drafted: bool) -> _Key:
         size = self._pool.page_size
-        behind = self._lookahead if drafted else 0
-        return drafted, tuple(tokens[number * size : (number + 1) * size + behind])
+        lookahead = self._lookahead if drafted else 0
+        return drafted, tuple(tokens[number * size : (number + 1) * size + lookahead])
 
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):  # a parent is always more recent than its children

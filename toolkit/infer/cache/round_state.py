@@ -88,8 +88,6 @@ class RoundState:
 
     def set_tables(self, requests: int, count: int) -> None:
         """Upload the pool's page tables for the first `requests` of `count` rows; the others are padding."""
-        if self._pool.contiguous:
-            return  # every row always has the same pages
         tables: list[list[int]] = [*self._pool.tables[:requests], *([] for _ in range(count - requests))]
         places: list[int] = []  # in the flattened table
         pages: list[int] = []

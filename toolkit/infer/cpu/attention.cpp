@@ -1,7 +1,8 @@
-// Attention of a few new nodes per row over contiguous cache rows: the attention of a decoding step, in one call. The
-// keys and values of the new nodes are written to the cache first.
+// Attention of a few new nodes per row over the pages of a cache: the attention of a decoding step, in one call. The keys
+// and values of the new nodes are written to the cache first.
 //
-//     keys, values [rows, stride_row]: position p of a row, head h at p * Hkv * D + h * D
+//     keys, values [entries, Hkv, D]: position p of row b at entry table[b][p / PAGE] * PAGE + p % PAGE. Page 0 follows
+//                the end of a table; it is not written
 //     position   0 .. length-1            length .. length+M-1
 //                seen by all new nodes    node m: seen by new node n if mask[b][n][m]; the last N are new
 //
@@ -29,6 +30,8 @@ namespace {
 
 // Without tiles, one pass scores KEYS keys for TOGETHER queries. With tiles, TOGETHER is the smaller number of columns.
 constexpr int KEYS = 4, TOGETHER = LANES / KEYS;
+constexpr int64_t PAGE = 16;  // positions of a page
+static_assert(PAGE % LANES == 0 && PAGE % KEYS == 0, "no pass reads past the last page");
 constexpr double WORTH_THREADS = 1 << 17;  // multiplications per call; fewer take less time than starting threads
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -78,22 +81,37 @@ template <typename T>
 struct Call {
   const T *q, *k, *v;
   T *keys, *values, *out;
-  const int64_t* lengths;
+  const int64_t *lengths, *table;
   const uint8_t* mask;
-  int64_t B, N, M, Hq, Hkv, D, stride_row;
+  int64_t B, N, M, Hq, Hkv, D, table_row;  // table_row: from one row of the table to the next
   Strides of_q, of_k, of_v;
   bool tiles;  // whether tiles may be used
   float scaling;
 };
 
+// One head's keys or values of a row.
+template <typename T>
+struct Paged {
+  T* first;  // of entry 0
+  const int64_t* pages;
+  int64_t stride;  // from one entry to the next
+
+  Paged(const Call<std::remove_const_t<T>>& call, T* store, int64_t b, int64_t h)
+      : first(store + h * call.D), pages(call.table + b * call.table_row), stride(call.Hkv * call.D) {}
+
+  T* page_of(int64_t s) const { return first + pages[s / PAGE] * PAGE * stride; }
+  T* at(int64_t s) const { return page_of(s) + s % PAGE * stride; }
+};
+
 // scores[i][s]: query i of TOGETHER and key s of a row. width: a multiple of LANES.
 template <typename T>
-void score(const float* queries, const T* keys, int64_t stride, int64_t seen, int64_t D, float* scores, int64_t width) {
+void score(const float* queries, const Paged<const T>& keys, int64_t seen, int64_t D, float* scores, int64_t width) {
   for (int64_t s = 0; s < width; s += KEYS) {
     Floats sums[TOGETHER][KEYS];
-    const T* key[KEYS];
+    const T *key[KEYS], *page = keys.page_of(s);
+    const int64_t begin = s % PAGE, last = seen - 1 - (s - begin);
     for (int j = 0; j < KEYS; j++) {
-      key[j] = keys + (s + j < seen ? s + j : seen - 1) * stride;
+      key[j] = page + (begin + j < last ? begin + j : last) * keys.stride;
       for (int i = 0; i < TOGETHER; i++) sums[i][j] = Floats{};
     }
     for (int64_t d = 0; d < D; d += LANES) {
@@ -113,18 +131,21 @@ void score(const float* queries, const T* keys, int64_t stride, int64_t seen, in
 // Sums of the values for TOGETHER queries, weighted by shares [TOGETHER, width]: PARTS vectors of D, from `from` on.
 // whole: the sums of the shares. to: null for a padding query.
 template <int PARTS, typename T>
-void gather(const float* shares, int64_t width, const T* values, int64_t stride, int64_t seen, const float* whole,
+void gather(const float* shares, int64_t width, const Paged<const T>& values, int64_t seen, const float* whole,
             T* const* to, int64_t from) {
   Floats sums[TOGETHER][PARTS];
   for (auto& of_query : sums)
     for (auto& part : of_query) part = Floats{};
-  for (int64_t s = 0; s < seen; s++) {
-    Floats value[PARTS];
-    const T* at = values + s * stride + from;
-    for (int j = 0; j + 1 < PARTS; j += 2) load(at + j * LANES, value[j], value[j + 1]);
-    if (PARTS == 1) value[0] = load(at);
-    for (int i = 0; i < TOGETHER; i++)
-      for (int j = 0; j < PARTS; j++) sums[i][j] += shares[i * width + s] * value[j];
+  for (int64_t begin = 0; begin < seen; begin += PAGE) {
+    const T* at = values.page_of(begin) + from;
+    const int64_t end = begin + PAGE < seen ? begin + PAGE : seen;
+    for (int64_t s = begin; s < end; s++, at += values.stride) {
+      Floats value[PARTS];
+      for (int j = 0; j + 1 < PARTS; j += 2) load(at + j * LANES, value[j], value[j + 1]);
+      if (PARTS == 1) value[0] = load(at);
+      for (int i = 0; i < TOGETHER; i++)
+        for (int j = 0; j < PARTS; j++) sums[i][j] += shares[i * width + s] * value[j];
+    }
   }
   for (int i = 0; i < TOGETHER && to[i]; i++) {
     for (int j = 0; j + 1 < PARTS; j += 2)
@@ -192,15 +213,16 @@ float* room_for(size_t numbers) {
 
 template <typename T>
 void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
-  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D, stride = call.Hkv * D;
-  const int64_t width = (seen + LANES - 1) / LANES * LANES, begin = queries.b * call.stride_row + queries.h * D;
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
+  const int64_t width = (seen + LANES - 1) / LANES * LANES;
+  const Paged<const T> keys(call, call.keys, queries.b, queries.h), values(call, call.values, queries.b, queries.h);
   float* scaled = room_for(TOGETHER * (D + width) + 2 * LANES + call.M);
   float *scores = scaled + TOGETHER * D, whole[TOGETHER];
   for (int64_t i = 0; i < TOGETHER; i++) {
     const T* from = queries.from(call, i);
     for (int64_t d = 0; d < D; d += LANES) store(scaled + i * D + d, load(from + d) * call.scaling);
   }
-  score(scaled, call.keys + begin, stride, seen, D, scores, width);
+  score(scaled, keys, seen, D, scores, width);
   for (int64_t i = 0; i < TOGETHER; i++) {
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
       if (!queries.sees[i][m]) scores[i * width + length + m] = -INFINITY;
@@ -210,7 +232,7 @@ void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
     const int64_t left = (D - d) / LANES;
     const int parts = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     auto* of_parts = parts == 4 ? gather<4, T> : parts == 2 ? gather<2, T> : gather<1, T>;
-    of_parts(scores, width, call.values + begin, stride, seen, whole, queries.to, d);
+    of_parts(scores, width, values, seen, whole, queries.to, d);
     d += parts * LANES;
   }
 }
@@ -219,8 +241,10 @@ void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
 
 // scores [seen, COLUMNS] of a row's keys and COLUMNS queries. pairs [D / 2, COLUMNS, 2]: the queries.
 template <int COLUMNS>
-void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t seen, int64_t D, float* scores) {
+void score_in_tiles(const bf16* pairs, const Paged<const bf16>& keys, int64_t seen, int64_t D, float* scores) {
+  static_assert(PAGE == LINES, "a tile has the keys of a page");
   constexpr int64_t BYTES = 4 * COLUMNS;
+  const int64_t between = 2 * keys.stride;  // bytes
   const int64_t rest = seen % LINES, whole = seen - rest;
   Tiles tiles;  // sums 0 and 3, keys 1 and 4: double-buffered. Queries: 2. The last, fewer keys: sums 6, keys 7
   for (int tile : {0, 3, 6}) tiles.shape(tile, tile < 6 || !rest ? LINES : rest, BYTES);
@@ -233,9 +257,9 @@ void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t
     _tile_zero(3);
     for (int64_t d = 0; d < D; d += SPAN) {
       _tile_loadd(2, pairs + d * COLUMNS, BYTES);
-      _tile_loadd(1, keys + s * stride + d, 2 * stride);
+      _tile_loadd(1, keys.page_of(s) + d, between);
       _tile_dpbf16ps(0, 1, 2);
-      _tile_loadd(4, keys + (s + LINES) * stride + d, 2 * stride);
+      _tile_loadd(4, keys.page_of(s + LINES) + d, between);
       _tile_dpbf16ps(3, 4, 2);
     }
     _tile_stored(0, scores + s * COLUMNS, BYTES);
@@ -246,11 +270,11 @@ void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t
   for (int64_t d = 0; d < D; d += SPAN) {
     _tile_loadd(2, pairs + d * COLUMNS, BYTES);
     if (s < whole) {
-      _tile_loadd(1, keys + s * stride + d, 2 * stride);
+      _tile_loadd(1, keys.page_of(s) + d, between);
       _tile_dpbf16ps(0, 1, 2);
     }
     if (rest) {
-      _tile_loadd(7, keys + whole * stride + d, 2 * stride);
+      _tile_loadd(7, keys.page_of(whole) + d, between);
       _tile_dpbf16ps(6, 7, 2);
     }
   }
@@ -346,14 +370,14 @@ inline void by_query(const float* shares, int64_t width, bf16* to, std::integral
   }
 }
 
-// PARTS tiles of the values of SPAN keys, as pairs of keys; zeros after the first `count` keys. Of every two tiles, the
+// PARTS tiles of the values of SPAN keys, in two pages, as pairs of keys; zeros after the first `count` keys. Of every two tiles, the
 // first has the first four of every eight columns.
 template <int PARTS>
-inline void pairs_of(const bf16* values, int64_t stride, int64_t count, __m512i (&to)[PARTS][LINES]) {
+inline void pairs_of(const bf16* const (&pages)[2], int64_t stride, int64_t count, __m512i (&to)[PARTS][LINES]) {
   static const bf16 none[4 * LANES] = {};
   for (int64_t p = 0; p < LINES; p++) {
-    const bf16* low = 2 * p < count ? values + 2 * p * stride : none;
-    const bf16* high = 2 * p + 1 < count ? values + (2 * p + 1) * stride : none;
+    const bf16* at = pages[2 * p / PAGE] + 2 * p % PAGE * stride;
+    const bf16 *low = 2 * p < count ? at : none, *high = 2 * p + 1 < count ? at + stride : none;
     for (int part = 0; part < PARTS; part += 2) {
       const __m512i a = _mm512_loadu_si512(low + part * LANES), b = _mm512_loadu_si512(high + part * LANES);
       to[part][p] = _mm512_unpacklo_epi16(a, b);
@@ -364,14 +388,16 @@ inline void pairs_of(const bf16* values, int64_t stride, int64_t count, __m512i 
 
 // Sums of the values, weighted by shares [COLUMNS, width]: PARTS vectors of D, from `from` on.
 template <int PARTS, int COLUMNS>
-void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int64_t stride, int64_t seen,
+void gather_in_tiles(const bf16* shares, int64_t width, const Paged<const bf16>& values, int64_t seen,
                      const float* whole, const Queries<bf16, COLUMNS>& queries, int64_t from) {
   Tiles tiles;  // sums 0 to 3, shares 4, values 5 to 7
   for (int tile = 0; tile < 8; tile++) tiles.shape(tile, tile < 5 ? queries.count : LINES, LINE);
   tiles.use();
   __m512i room[2][PARTS][LINES];
   const auto prepare = [&](int64_t s) {
-    pairs_of<PARTS>(values + s * stride + from, stride, seen - s, room[s / SPAN % 2]);
+    const bf16* first = values.page_of(s) + from;
+    const bf16* const pages[2] = {first, s + PAGE < seen ? values.page_of(s + PAGE) + from : first};
+    pairs_of<PARTS>(pages, values.stride, seen - s, room[s / SPAN % 2]);
   };
   _tile_zero(0);
   _tile_zero(1);
@@ -412,15 +438,16 @@ void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int6
 
 template <int COLUMNS>
 void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queries) {
-  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D, stride = call.Hkv * D;
-  const int64_t width = (seen + SPAN - 1) / SPAN * SPAN, begin = queries.b * call.stride_row + queries.h * D;
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
+  const int64_t width = (seen + SPAN - 1) / SPAN * SPAN;
+  const Paged<const bf16> keys(call, call.keys, queries.b, queries.h), values(call, call.values, queries.b, queries.h);
   float *scores = room_for(COLUMNS * (D + 3 * width) / 2), whole[COLUMNS];
   bf16 *shares = reinterpret_cast<bf16*>(scores + COLUMNS * width), *pairs = shares + COLUMNS * width;
   for (int64_t i = 0; i < COLUMNS; i++) {
     const bf16* from = queries.from(call, i);
     for (int64_t d = 0; d < D; d += 2) memcpy(pairs + d * COLUMNS + 2 * i, from + d, 2 * sizeof(bf16));
   }
-  score_in_tiles<COLUMNS>(pairs, call.keys + begin, stride, seen, D, scores);
+  score_in_tiles<COLUMNS>(pairs, keys, seen, D, scores);
   for (int64_t i = 0; i < queries.count; i++)
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
       if (!queries.sees[i][m]) scores[(length + m) * COLUMNS + i] = -INFINITY;
@@ -430,7 +457,7 @@ void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queri
   for (int64_t d = 0; d < D;) {
     const bool four = D - d >= 4 * LANES;
     auto* of_parts = four ? gather_in_tiles<4, COLUMNS> : gather_in_tiles<2, COLUMNS>;
-    of_parts(shares, width, call.values + begin, stride, seen, whole, queries, d);
+    of_parts(shares, width, values, seen, whole, queries, d);
     d += (four ? 4 : 2) * LANES;
   }
 }
@@ -440,12 +467,13 @@ void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queri
 // Writes the new nodes' keys and values of one head to the cache.
 template <typename T>
 void write(const Call<T>& call, int64_t b, int64_t h) {
-  const int64_t D = call.D, N = call.N, begin = call.lengths[b] + call.M - N;
+  const int64_t N = call.N, begin = call.lengths[b] + call.M - N;
+  const Paged<T> keys(call, call.keys, b, h), values(call, call.values, b, h);
+  const Strides &k = call.of_k, &v = call.of_v;
   for (int64_t n = 0; n < N; n++) {
-    const int64_t at = b * call.stride_row + (begin + n) * call.Hkv * D + h * D;
-    const Strides &k = call.of_k, &v = call.of_v;
-    memcpy(call.keys + at, call.k + b * k.row + h * k.head + n * k.node, D * sizeof(T));
-    memcpy(call.values + at, call.v + b * v.row + h * v.head + n * v.node, D * sizeof(T));
+    if (!keys.pages[(begin + n) / PAGE]) continue;  // padding: page 0 is every row's, and stays zero
+    memcpy(keys.at(begin + n), call.k + b * k.row + h * k.head + n * k.node, call.D * sizeof(T));
+    memcpy(values.at(begin + n), call.v + b * v.row + h * v.head + n * v.node, call.D * sizeof(T));
   }
 }
 
@@ -482,18 +510,19 @@ void attend_all(const Call<T>& call) {
 }  // namespace
 
 extern "C" int64_t toolkit_attention_lanes() { return LANES; }
+extern "C" int64_t toolkit_attention_page() { return PAGE; }
 
 #define TOOLKIT_ATTEND(NAME, T)                                                                                        \
   extern "C" void NAME(const void* q, const void* k, const void* v, void* keys, void* values, void* out,              \
-                       const void* lengths, const void* mask, int64_t B, int64_t N, int64_t M, int64_t Hq,            \
-                       int64_t Hkv, int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node,     \
-                       int64_t k_row, int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node,  \
-                       int64_t tiles, double scaling) {                                                               \
+                       const void* lengths, const void* table, const void* mask, int64_t B, int64_t N, int64_t M,     \
+                       int64_t Hq, int64_t Hkv, int64_t D, int64_t table_row, int64_t q_row, int64_t q_head,          \
+                       int64_t q_node, int64_t k_row, int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head,  \
+                       int64_t v_node, int64_t tiles, double scaling) {                                               \
     attend_all(Call<T>{static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),                  \
                        static_cast<T*>(keys), static_cast<T*>(values), static_cast<T*>(out),                          \
-                       static_cast<const int64_t*>(lengths), static_cast<const uint8_t*>(mask), B, N, M, Hq, Hkv, D,  \
-                       stride_row, {q_row, q_head, q_node}, {k_row, k_head, k_node}, {v_row, v_head, v_node},         \
-                       tiles != 0, float(scaling)});                                                                  \
+                       static_cast<const int64_t*>(lengths), static_cast<const int64_t*>(table),                      \
+                       static_cast<const uint8_t*>(mask), B, N, M, Hq, Hkv, D, table_row, {q_row, q_head, q_node},    \
+                       {k_row, k_head, k_node}, {v_row, v_head, v_node}, tiles != 0, float(scaling)});                \
   }
 
 TOOLKIT_ATTEND(toolkit_attend_bfloat16, bf16)

@@ -61,13 +61,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def memory_of(config: EngineConfig, *, scattered: bool = False) -> MemorySettings:
+def memory_of(config: EngineConfig) -> MemorySettings:
     """The size of the KV cache that the options state."""
     return MemorySettings(
         config.max_total_tokens,
         config.prefix_cache,
         config.chunked_prefill_size,
-        scattered or None,
         config.mem_fraction_static,
     )
 
@@ -115,7 +114,7 @@ class Engine:
         with torch.inference_mode():
             self._forward = forward = TargetForward(target, deterministic=config.deterministic)
             recorded = self._records(recordable, draft, forward.kv_shape)
-            memory = memory_of(config, scattered=recorded) if memory is None else memory
+            memory = memory_of(config) if memory is None else memory
             sizes, states = (forward.kv_shape, config.max_running_requests), forward.state_shapes
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
             self.context_length = memory.context(*sizes, config.context_length, forward.max_context, *beside)

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 
 class GraphRounds:
-    """The graphs of one engine with a cache of scattered pages, captured when it is built.
+    """The graphs of one engine, captured when it is built.
 
     run_round: the function to capture; it runs on `state`. rows: the engine's largest batch. cuda_graph_max_bs: larger
     rounds run eagerly. torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a

@@ -84,8 +84,7 @@ def attend_paths(q: Tensor, pages: Pages, lengths: Tensor, path: Tensor, counts:
         allowed = allowed & (ends[:, :, None] - 1 - at < scoring.window)
     seen = allowed.new_zeros(*counts.shape, pages.span + 1)  # the last one takes what is not allowed
     seen = seen.scatter_(2, places.masked_fill(~allowed, pages.span), allowed)[:, :, :-1]
-    keys, values = (gather_pages(one, pages.table, pages.page_size, pages.span) for one in (pages.keys, pages.values))
-    return attend_in_order(q, keys, values, seen, scoring)
+    return attend_in_order(q, *gather_pages(pages), seen, scoring)
 
 
 def _attend(q: Tensor, allowed: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:

@@ -19,12 +19,12 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 
-# q [B, Hq, N, D], k and v [B, Hkv, N, D], addresses of the first row's keys and values in a cache, elements from one
-# row to the next, scaling -> [B, N, Hq, D]. The op writes the new keys and values after the rows' earlier nodes.
-RowAttention = Callable[[Tensor, Tensor, Tensor, int, int, int, float], Tensor]
-# dtype, widths of keys and values, lengths [B], node_mask [B, N, M], whether each node needs the bits of plain decoding
-# -> the attention; None: unsupported arguments
-ChooseRowAttention = Callable[[torch.dtype, int, int, Tensor, Tensor, bool], RowAttention | None]
+# q [B, Hq, N, D], k and v [B, Hkv, N, D], a layer's keys and values [E, Hkv, D], scaling -> [B, N, Hq, D]. It writes
+# the new keys and values after the rows' earlier nodes.
+RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+# pages of any layer, lengths [B], node_mask [B, N, M], whether each node needs the bits of plain decoding -> the
+# attention of all layers; None: unsupported arguments
+ChooseRowAttention = Callable[[Pages, Tensor, Tensor, bool], RowAttention | None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ops:
     """One function per op, with the signature of the reference function that defines it.
 
     paged_width: widest head for which attention reads pages in place; 0: gather pages instead, which is faster.
-    row_attention: attention of few new nodes over contiguous cache rows in one call; None: not available.
+    row_attention: attention of few new nodes in one call; None: not available.
     decoder_layer: a layer, its place in the cache and its attention's scoring -> its forward by native calls; None: not
     available.
     """
@@ -61,6 +61,11 @@ class Ops:
     paged_width: int
     row_attention: ChooseRowAttention | None = None
     decoder_layer: Callable[[Any, int, Scoring], Callable[..., Tensor] | None] | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the device has kernels of our own for all ops."""
+        return self.paged_width > 0
 
 
 OLDEST = (8, 0)  # compute capability of the Triton kernels: their products are in bfloat16 or tf32

@@ -134,7 +134,7 @@ def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> 
     allowed = distance >= 0
     if scoring.window is not None:
         allowed &= distance < scoring.window
-    return _attend(q, pages, allowed, scoring)
+    return attend_masked(q, pages, additive_mask(allowed, q.shape[1] // pages.keys.shape[1], q.dtype), scoring)
 
 
 def attend_tree(
@@ -146,29 +146,39 @@ def attend_tree(
     lengths[b] + m; query n attends to it if mask[b, n, m] of mask [B, N, M] bool. depths [B, M]: a node's position is
     lengths[b] + its depth; needed if there is a window.
     """
-    nodes = mask.shape[2]
-    at = torch.arange(pages.span, device=q.device)
+    seen = keys_of_nodes(lengths, pages.span, mask, depths, scoring.window)
+    return attend_masked(q, pages, additive_mask(seen, q.shape[1] // pages.keys.shape[1], q.dtype), scoring)
+
+
+def keys_of_nodes(lengths: Tensor, span: int, mask: Tensor, depths: Tensor | None, window: int | None) -> Tensor:
+    """Return [B, N, span] bool: the positions that each new node attends to; arguments as in `attend_tree`."""
+    new, nodes = mask.shape[1:]
+    at = torch.arange(span, device=lengths.device)
     committed = at < lengths[:, None]
-    behind = at - lengths[:, None]  # number of the node stored at each position
-    node = behind.clamp(0, nodes - 1)
-    kin = mask.gather(2, node[:, None].expand(-1, mask.shape[1], -1)) & ((behind >= 0) & (behind < nodes))[:, None]
-    allowed = committed[:, None] | kin
-    if scoring.window is not None:
-        assert depths is not None, "a window needs the nodes' depths"
-        stands = torch.where(committed, at, lengths[:, None] + depths.gather(1, node))
-        own = lengths[:, None] + depths[:, nodes - q.shape[2] :]
-        allowed = allowed & (own[:, :, None] - stands[:, None] < scoring.window)
-    return _attend(q, pages, allowed, scoring)
+    number = at - lengths[:, None]  # of the node stored at each position
+    node = number.clamp(0, nodes - 1)
+    kin = mask.gather(2, node[:, None].expand(-1, new, -1)) & ((number >= 0) & (number < nodes))[:, None]
+    seen = committed[:, None] | kin
+    if window is None:
+        return seen
+    assert depths is not None, "a window needs the nodes' depths"
+    stands = torch.where(committed, at, lengths[:, None] + depths.gather(1, node))
+    own = lengths[:, None] + depths[:, nodes - new :]
+    return seen & (own[:, :, None] - stands[:, None] < window)
 
 
-def _attend(q: Tensor, pages: Pages, allowed: Tensor, scoring: Scoring) -> Tensor:
-    """allowed [B, N, span] bool."""
-    where = (pages.table, pages.page_size, pages.span)
-    keys, values = (gather_pages(store, *where).transpose(1, 2) for store in (pages.keys, pages.values))
-    mask = additive_mask(allowed, q.shape[1] // keys.shape[1], q.dtype)
+def attend_masked(q: Tensor, pages: Pages, mask: Tensor, scoring: Scoring) -> Tensor:
+    """q [B, Hq, N, D], mask [B, 1, G*N, span] additive, which contains the window of `scoring` -> [B, N, Hq, Dv]."""
+    keys, values = (one.transpose(1, 2) for one in gather_pages(pages))
     return attend(q, keys, values, mask, scaling=scoring.scaling, softcap=scoring.softcap, sinks=scoring.sinks)
 
 
-def gather_pages(store: Tensor, table: Tensor, page_size: int, span: int) -> Tensor:
-    """store [E, Hkv, D], table [B, P] -> [B, span, Hkv, D]: positions 0 .. span-1 of every row."""
-    return store.view(-1, page_size, *store.shape[1:])[table].flatten(1, 2)[:, :span]
+def gather_pages(pages: Pages) -> tuple[Tensor, Tensor]:
+    """Return keys [B, span, Hkv, D] and values [B, span, Hkv, Dv]: positions 0 .. span-1 of every row."""
+    table = pages.table[:, : -(-pages.span // pages.page_size)]
+
+    def gathered(store: Tensor) -> Tensor:
+        found = store.view(-1, pages.page_size, *store.shape[1:]).index_select(0, table.flatten())
+        return found.view(len(table), -1, *store.shape[1:])[:, : pages.span]
+
+    return gathered(pages.keys), gathered(pages.values)
