@@ -27,7 +27,7 @@ from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target

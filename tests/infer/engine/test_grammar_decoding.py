@@ -22,7 +22,7 @@ from toolkit.infer.request import grammar
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.grammar import Grammars
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.grammar_masks import GrammarMasks
+from toolkit.infer.verify.logits_processors import GrammarMasks
 
 # Nowhere is one text alone left that has several tokenizations: there llguidance allows one of them.
 REGEX = r"[a-cth]{2,3}( [a-c]d| [0-9]{2}){2,4}"

@@ -140,8 +140,8 @@ class PrefixCache:
             return whole
         best = whole
         for length in range(len(whole), -1, -1):
-            behind = whole[length - 1].below if length else self._roots
-            if self._key(tokens, length, drafted=False) in behind:
+            children = whole[length - 1].below if length else self._roots
+            if self._key(tokens, length, drafted=False) in children:
                 found = self._follow(whole[:length], tokens, most, drafted=False)
                 best = found if len(found) > len(best) else best  # on a tie, the path with more whole pages wins
         return best
@@ -157,8 +157,8 @@ class PrefixCache:
 
     def _key(self, tokens: Sequence[int], number: int, drafted: bool) -> _Key:
         size = self._pool.page_size
-        behind = self._lookahead if drafted else 0
-        return drafted, tuple(tokens[number * size : (number + 1) * size + behind])
+        lookahead = self._lookahead if drafted else 0
+        return drafted, tuple(tokens[number * size : (number + 1) * size + lookahead])
 
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):  # a parent is always more recent than its children

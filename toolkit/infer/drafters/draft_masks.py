@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.grammar_masks import packed, unpacked
+from toolkit.infer.verify.logits_processors import packed, unpacked
 
 
 class DraftMasks:

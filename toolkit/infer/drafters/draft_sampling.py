@@ -55,7 +55,7 @@ class DrawnTokens:
         self._ids, self._batch = ids, len(requests)
         self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
         self._hot = upload(hot, ids.device, torch.long)
-        self._distributions = RowDistributions([requests[row].params for row in hot], ids.device)
+        self._distributions = RowDistributions.of([requests[row].params for row in hot], ids.device)
         self._roots = upload([requests[row].length for row in hot], ids.device, torch.long)[:, None]
         self._drawn_from: list[Tensor] = []
 

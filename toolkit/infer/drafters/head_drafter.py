@@ -33,7 +33,7 @@ from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
@@ -150,7 +150,7 @@ class HeadDrafter(Drafter):
             if len(request.output_ids) == 1:
                 self.inputs.tokens[row, 0] = request.output_ids[0]
 
-    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
+    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: AcceptedPath, committed: Tensor) -> None:
         """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
 
         committed [B]: number of tokens each row committed; 0 for padding rows.

@@ -41,9 +41,8 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import Grammars
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, checked_prompt, one_for_each
-from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import NodeLogprobs
-from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
+from toolkit.infer.verify.verifiers import ForcedAcceptance, VerifyResult, choose_verifier
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 

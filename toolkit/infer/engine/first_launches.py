@@ -166,7 +166,9 @@ class FirstLaunches:
         logits = target.logits(self._hidden)
         greedy(logits.float())
         params = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
-        RowDistributions([params], self._device).draw(logits, torch.zeros(1, 1, dtype=torch.long, device=self._device))
+        RowDistributions.of([params], self._device).draw(
+            logits, torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        )
         if head is None:
             return
         states = torch.zeros(1, 1, head.reader.head.config.hidden_size, dtype=head.reader.dtype, device=self._device)

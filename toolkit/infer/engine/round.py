@@ -28,12 +28,11 @@ from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, adv
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import NOT_FINITE, Request, VerifyEvent
-from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
-from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
+from toolkit.infer.verify.verifiers import ForcedAcceptance, Verifier, VerifyResult, follow, nodes_at_once, read_result
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class RoundContext:
 
 def run_round(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
-) -> tuple[Followed, Choices]:
+) -> tuple[AcceptedPath, Choices]:
     """Draft, verify and commit on the device. Returns the accepted paths and the target's token at every node.
 
     The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
@@ -77,7 +76,7 @@ def run_round(
 def round_numbers(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
 ) -> Tensor:
-    """Run the round as a graph captures it. Returns `Followed.numbers` of the accepted paths."""
+    """Run the round as a graph captures it. Returns `AcceptedPath.numbers` of the accepted paths."""
     return run_round(context, rows, propose, sampler)[0].numbers
 
 
@@ -102,13 +101,13 @@ def choose_tokens(
     return Choices.joined([sampler(logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)])
 
 
-def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
+def compact(cache: KVCache, rows: RoundRows, followed: AcceptedPath) -> None:
     """Move the KV entries of accepted nodes to the positions of plain decoding."""
     ops, places = ops_for(rows.table.device.type), (rows.table, rows.page_size, rows.lengths)
     ops.compact(cache.keys, cache.values, *places, followed.path, followed.accepted)
 
 
-def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
+def advance(rows: RoundRows, followed: AcceptedPath, committed: Tensor) -> None:
     """Advance lengths and roots of the rows by `committed` [B] tokens. Padding rows do not change."""
     torch.mul(followed.tokens.gather(1, followed.accepted[:, None])[:, 0], rows.real, out=rows.roots)
     rows.lengths.add_(committed)

@@ -29,11 +29,11 @@ from toolkit.infer.graphs.recordings import (
     buckets_up_to,
 )
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.logit_edits import is_edited
+from toolkit.infer.verify.logits_processors import is_edited
 from toolkit.infer.verify.verifiers import Verifier, VerifyResult, read_result
 from toolkit.log import get_logger
 
@@ -223,4 +223,4 @@ class InFlight:
 
     def result(self) -> VerifyResult:
         """Wait for the round and return its result."""
-        return read_result(Followed(self.results.read()))
+        return read_result(AcceptedPath(self.results.read()))

@@ -149,9 +149,9 @@ def attend_tree(
     nodes = mask.shape[2]
     at = torch.arange(pages.span, device=q.device)
     committed = at < lengths[:, None]
-    behind = at - lengths[:, None]  # number of the node stored at each position
-    node = behind.clamp(0, nodes - 1)
-    kin = mask.gather(2, node[:, None].expand(-1, mask.shape[1], -1)) & ((behind >= 0) & (behind < nodes))[:, None]
+    number = at - lengths[:, None]  # of the node stored at each position
+    node = number.clamp(0, nodes - 1)
+    kin = mask.gather(2, node[:, None].expand(-1, mask.shape[1], -1)) & ((number >= 0) & (number < nodes))[:, None]
     allowed = committed[:, None] | kin
     if scoring.window is not None:
         assert depths is not None, "a window needs the nodes' depths"

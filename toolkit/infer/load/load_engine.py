@@ -43,7 +43,7 @@ from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
