@@ -45,7 +45,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramDrafter
+from toolkit.infer.drafters.lookup import NgramDrafter
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import CompileSettings

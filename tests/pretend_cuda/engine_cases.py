@@ -25,7 +25,7 @@ from tests.pretend_cuda.seen import seen
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft, Lookup
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape

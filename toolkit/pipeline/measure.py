@@ -25,9 +25,8 @@ from toolkit.bench.table import (
     times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
+from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
 from toolkit.infer.load.config import EngineConfig

@@ -16,7 +16,7 @@ from toolkit.infer.cache import cache_manager as kv_memory
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.choose_drafter import Lookup
-from toolkit.infer.drafters.step_costs import LookupArm
+from toolkit.infer.drafters.estimates import LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
 from toolkit.infer.request.draft_tree import DraftShape

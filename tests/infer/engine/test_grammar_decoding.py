@@ -15,8 +15,8 @@ from tests.infer.conftest import OracleDrafter
 from tests.infer.verify.test_grammar_masks import ByToken, some_grammar
 from tests.infer.verify.test_verifiers_distribution import misfit
 from toolkit.infer.drafters.choose_drafter import Lookup
-from toolkit.infer.drafters.draft_masks import DraftMasks
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.draft_rollout import DraftMasks
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request import grammar
 from toolkit.infer.request.draft_tree import DraftShape

@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import LlamaConfig
 
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings, UncachedMetadata
 from toolkit.infer.graphs.graph_rounds import GraphSettings

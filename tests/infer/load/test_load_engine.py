@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from toolkit.checkpoint.draft_dir import DraftDirError, load_draft
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import depth_warning
 from toolkit.infer.load.load_engine import graph_settings, load_engine

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from toolkit.infer.drafters.composed_drafter import ComposedDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import ComposedDrafter, NgramLookup
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.infer.drafters.beams import rerank
+from toolkit.infer.drafters.draft_rollout import rerank
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftTree, chain_tree, without_padding
 from toolkit.infer.verify.verifiers import follow, read_result

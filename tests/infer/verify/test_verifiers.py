@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.infer.verify.test_verifiers_distribution import misfit
-from toolkit.infer.drafters import composed_drafter
+from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.choose_drafter import Lookup
-from toolkit.infer.drafters.draft_sampling import DrawnTokens
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.draft_rollout import DrawnTokens
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
@@ -290,7 +290,7 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
     params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
     prompt = PROMPTS[0] if lookup is None else [*range(1, 24, 2), *PROMPTS[0]]
     probs = two_token_distribution(small_target, prompt, SamplingParams(**settings)).flatten()
-    monkeypatch.setattr(composed_drafter, "LEAST_LENGTH", 1.0)
+    monkeypatch.setattr(lookup_module, "LEAST_LENGTH", 1.0)
     monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 70)
     options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
     draft = dataclasses.replace(build(name), least_confidence=0.45 if name == "dspark" else 0.0)

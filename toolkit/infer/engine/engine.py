@@ -22,8 +22,14 @@ from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySe
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.block_drafter import default_shape
-from toolkit.infer.drafters.choose_drafter import Draft, Lookup, cached_token_bytes, choose_drafter, with_choices
+from toolkit.infer.drafters.choose_drafter import (
+    Draft,
+    Lookup,
+    cached_token_bytes,
+    choose_drafter,
+    default_shape,
+    with_choices,
+)
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import compile_flags, install_native_ops
 from toolkit.infer.engine.first_launches import FirstLaunches
@@ -65,7 +71,7 @@ class Engine:
         chains of a head and requests without a seed, and "target" otherwise. Greedy answers are the same with each.
     adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
-    lookup: draft by lookup too where a text repeats itself (composed_drafter.py). None: by the head alone.
+    lookup: draft by lookup too where a text repeats itself (lookup.py). None: by the head alone.
     memory: size of the KV cache.
     deterministic: as the option of EngineConfig; changes the target's modules in place (batch_invariant.py).
     torch_compile: compile target and head (CPU). graphs: run rounds as CUDA graphs, captured here, one in flight (GPU).

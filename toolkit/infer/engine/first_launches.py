@@ -28,8 +28,8 @@ from toolkit.infer.attention.metadata import FEW, AttentionMetadata, prompt_meta
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.draft_sampling import BestTokens
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import CATCH_UP
 from toolkit.infer.engine.round import RoundContext, run_round
@@ -156,7 +156,7 @@ class FirstLaunches:
         if head is not None:
             unread = shape.num_steps + 1
             head.inputs.hold(count, unread)
-            return head.draft(rows, shape, [shape, DraftShape.chain(1)][:count], BestTokens(), unread)
+            return head.draft(rows, shape, [shape, DraftShape.chain(1)][:count], DraftSampling(), unread)
         drafts = torch.zeros(count, shape.num_draft_tokens - 1, dtype=torch.long, device=self._device)
         return chain_tree(rows.roots, drafts, [drafts.shape[1]] * count)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundRows, RoundState
-from toolkit.infer.drafters.draft_sampling import BestTokens
+from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
@@ -254,7 +254,7 @@ class Recordings:
         if head is None or shape is None:
             return lambda rows: root_only(rows.roots)
         own, unread = [shape] * kind.bucket, shape.num_steps + 1
-        return lambda rows: head.draft(rows, shape, own, BestTokens(), unread)
+        return lambda rows: head.draft(rows, shape, own, DraftSampling(), unread)
 
     def _free_bytes(self) -> int | None:
         device = self.state.table.device

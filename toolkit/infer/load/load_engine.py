@@ -15,11 +15,10 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.linear_layers import linear_layers
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, SearchedShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.drafters.searched_shape import SearchedShape
-from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.drafters.estimates import ArmTime
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
