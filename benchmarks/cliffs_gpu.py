@@ -31,7 +31,7 @@ from harness import leave, parser_of, settings_of, show
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 
 Group = tuple[str, int, dict[str, tuple[Any, ...]]]
 HOT, DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 7}, "temperature 0.8, top_p 0.95"

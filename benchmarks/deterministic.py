@@ -31,7 +31,7 @@ from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine, device_of, load_models
 from toolkit.infer.request.chat_prompt import chat_ids

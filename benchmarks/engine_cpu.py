@@ -50,7 +50,7 @@ from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.gguf_head import MODEL_FILE
 from toolkit.errors import exit_status, is_for_users, optional_package
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape

@@ -52,7 +52,7 @@ from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.side_by_side import rotated
 from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)

@@ -45,7 +45,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramDrafter
+from toolkit.infer.drafters.lookup import NgramDrafter
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
@@ -55,7 +55,7 @@ from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target

@@ -27,7 +27,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from toolkit.infer.attention import fused_layer
 from toolkit.infer.kernels.float8_linear import to_float8
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.fixed_linear import quantization_of
 
 COLUMNS = ("variant", "batch", "how", "shape", "round_seconds", "tokens_per_s", "accept_length", "first_turn_seconds")

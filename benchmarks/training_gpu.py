@@ -29,7 +29,7 @@ from harness import leave, parser_of, settings_of, show
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.data.batches import Batch, Example, collate
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import loss

@@ -15,7 +15,7 @@ from toolkit.bench.table import mode_name, print_acceptance
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, SamplingError
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]

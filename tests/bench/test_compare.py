@@ -13,7 +13,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 
 PROMPTS = [Prompt(str(n), "math", (f"count {n} apples", "and rivers")[: 1 + n % 2]) for n in range(6)]
 

@@ -23,7 +23,7 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams

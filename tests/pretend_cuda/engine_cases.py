@@ -24,7 +24,7 @@ from tests.pretend_cuda.device import pretended_cuda
 from tests.pretend_cuda.seen import seen
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams

@@ -143,13 +143,13 @@ def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
         return losses, best, *torch.autograd.grad(total, (states, matrix))
 
     tiled = found()
-    capped = found(finish=torch.tanh)
+    capped = found(logits_processor=torch.tanh)
     monkeypatch.setattr(loss_module, "gpu_kernels", lambda device_type: SimpleNamespace(score_rows=score_rows))
     monkeypatch.setattr(loss_module, "aligned", lambda matrix: F.pad(matrix, (0, 0, 0, 3)))
     for mine, theirs in zip(found(), tiled, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     assert asked == [name] * 3  # 11 states in chunks of 4
-    for mine, theirs in zip(found(finish=torch.tanh), capped, strict=True):
+    for mine, theirs in zip(found(logits_processor=torch.tanh), capped, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     assert len(asked) == 3
 

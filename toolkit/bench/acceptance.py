@@ -21,13 +21,12 @@ from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, recommended_row, shape_text, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.drafters.block_drafter import default_shape
-from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target

@@ -26,7 +26,7 @@ from toolkit.checkpoint.files import locate
 from toolkit.data.chat_template import encode, prompt_ids
 from toolkit.errors import TargetError
 from toolkit.heads.head_config import full_attention_rope
-from toolkit.infer.drafters.block_drafter import default_shape, drafts_at_once
+from toolkit.infer.drafters.choose_drafter import default_shape, drafts_at_once
 from toolkit.infer.engine.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine

@@ -15,8 +15,8 @@ from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.token_distribution import uniform
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
 
 ALL = "all"

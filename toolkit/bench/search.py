@@ -24,7 +24,7 @@ from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.load.search_file import arm_times
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape

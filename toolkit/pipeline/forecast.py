@@ -25,7 +25,7 @@ from toolkit.bench.rollout_answers import rollout_answers
 from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.request.draft_tree import DraftShape

@@ -25,16 +25,15 @@ from toolkit.bench.table import (
     times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.drafters.block_drafter import default_shape, drafted_shapes
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
+from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature

@@ -11,7 +11,7 @@ from toolkit.data.conversations import Conversation, read_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool
-from toolkit.infer.drafters.block_drafter import default_shape
+from toolkit.infer.drafters.choose_drafter import default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft

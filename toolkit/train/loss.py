@@ -43,7 +43,7 @@ CROSS_ENTROPY = 0.1
 # overwritten with weight * (the loss's gradient). z and p in fp32, or fp64 in tests.
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Scores [n, D] -> logits [n, D]: a logit factor, a soft cap.
-Finish = Callable[[Tensor], Tensor]
+LogitsProcessor = Callable[[Tensor], Tensor]
 
 
 def soft_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
@@ -130,23 +130,29 @@ class DraftLoss:
     weight: Tensor
 
     def __call__(
-        self, states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None
+        self,
+        states: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        logits_processor: LogitsProcessor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """states [N, H], matrix [D, H] -> (sum of weight * loss, differentiable; losses [N] fp32; argmax [N]).
 
-        bias [D] and finish (a target's logit factor or soft cap) belong to a target's matrix and get no gradient.
+        bias [D] and logits_processor (a logit factor or soft cap) belong to a target's matrix and get no gradient.
         """
-        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, finish, self))
+        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, logits_processor, self))
 
 
-def best_tokens(states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None) -> Tensor:
+def best_tokens(
+    states: Tensor, matrix: Tensor, bias: Tensor | None = None, logits_processor: LogitsProcessor | None = None
+) -> Tensor:
     """The argmax [N] over the draft vocabulary without a loss, in chunks; arguments as `DraftLoss.__call__`."""
 
     wide, wide_bias = aligned(matrix), None if bias is None else aligned(bias)
 
     def best(part: Tensor) -> Tensor:
         scores = F.linear(part, wide, wide_bias)[:, : len(matrix)]
-        return (scores if finish is None else finish(scores)).max(-1).indices
+        return (scores if logits_processor is None else logits_processor(scores)).max(-1).indices
 
     return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix), states.device))])
 
@@ -170,7 +176,7 @@ class _TiledLoss(torch.autograd.Function):
     distribution is computed once for all steps."""
 
     @staticmethod
-    def forward(ctx, states, matrix, bias, finish, task):
+    def forward(ctx, states, matrix, bias, logits_processor, task):
         precise = torch.promote_types(states.dtype, torch.float32)
         losses = states.new_empty(len(states), dtype=precise)
         best = torch.empty(len(states), dtype=torch.long, device=states.device)
@@ -180,7 +186,7 @@ class _TiledLoss(torch.autograd.Function):
         for at, offsets, probs in _chunks(task, chunk_rows(size, states.device)):
             part = states[at]
             logits = F.linear(part, matrix, bias)  # 0 behind the vocabulary, and so are the gradients
-            losses[at], best[at] = _score(task, logits[:, :size], finish, at, offsets, probs)
+            losses[at], best[at] = _score(task, logits[:, :size], logits_processor, at, offsets, probs)
             if grad_states is not None:
                 grad_states[at] = logits @ matrix
             if grad_matrix is not None:
@@ -213,17 +219,22 @@ def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor
 
 
 def _score(
-    task: DraftLoss, logits: Tensor, finish: Finish | None, at: Tensor, offsets: Tensor, probs: Tensor
+    task: DraftLoss,
+    logits: Tensor,
+    logits_processor: LogitsProcessor | None,
+    at: Tensor,
+    offsets: Tensor,
+    probs: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Losses [c] and argmax [c] of a chunk; `logits` is overwritten with the gradients of the scores."""
-    kernels = gpu_kernels(logits.device.type) if finish is None else None
+    kernels = gpu_kernels(logits.device.type) if logits_processor is None else None
     if kernels is not None:
         return kernels.score_rows(task.name, logits, probs, offsets, task.choice[at], task.weight[at], ETA)
     row_loss, losses, best = ROW_LOSSES[task.name], [], []
     size = TILE_ROWS if logits.device.type == "cpu" else max(CHUNK_LOGITS // logits.shape[1], LEAST_CHUNK)
     for start in range(0, len(logits), size):
         tile = slice(start, start + size)
-        z, to_scores = _finished(logits[tile].to(torch.promote_types(logits.dtype, torch.float32)), finish)
+        z, to_scores = _finished(logits[tile].to(torch.promote_types(logits.dtype, torch.float32)), logits_processor)
         top = z.max(-1)
         best.append(top.indices)
         z -= top.values[:, None]
@@ -233,13 +244,13 @@ def _score(
     return torch.cat(losses), torch.cat(best)
 
 
-def _finished(scores: Tensor, finish: Finish | None) -> tuple[Tensor, Finish]:
+def _finished(scores: Tensor, logits_processor: LogitsProcessor | None) -> tuple[Tensor, LogitsProcessor]:
     """Logits that may be overwritten, and a function from the gradient of the logits to that of the scores."""
-    if finish is None:
+    if logits_processor is None:
         return scores, lambda gradient: gradient
     with torch.enable_grad():
         leaf = scores.detach().clone().requires_grad_()
-        logits = finish(leaf)
+        logits = logits_processor(leaf)
     return logits.detach().clone(), lambda gradient: torch.autograd.grad(logits, leaf, gradient)[0]
 
 

@@ -53,15 +53,15 @@ class TeacherRows:
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """The target's output matrix [D, H], its bias, and its logit factor or soft cap (finish; None: it has none)."""
+    """The target's output matrix [D, H], its bias, and its logit factor or soft cap (None: it has none)."""
 
     matrix: torch.Tensor
     bias: torch.Tensor | None
-    finish: Callable[[torch.Tensor], torch.Tensor] | None
+    logits_processor: Callable[[torch.Tensor], torch.Tensor] | None
 
     def score(self, states: torch.Tensor, project: Project) -> Any:
-        """`project` of states [N, H] with the matrix, its bias and `finish`, in the target's dtype as in the engine."""
-        return project(states.to(self.matrix.dtype), self.matrix, self.bias, self.finish)
+        """`project` of states [N, H] with matrix, bias and processor, in the target's dtype as in the engine."""
+        return project(states.to(self.matrix.dtype), self.matrix, self.bias, self.logits_processor)
 
 
 class Teacher:

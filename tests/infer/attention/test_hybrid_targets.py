@@ -8,7 +8,7 @@ import torch
 from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape

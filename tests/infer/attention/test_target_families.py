@@ -15,7 +15,7 @@ from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.kernels import dispatch

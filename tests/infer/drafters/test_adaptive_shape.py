@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.infer.drafters import adaptive
 from toolkit.infer.drafters.adaptive import PROBE_GAP, AdaptiveShape, smaller_shapes
-from toolkit.infer.drafters.step_costs import Arm
+from toolkit.infer.drafters.estimates import Arm
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -108,10 +108,15 @@ def dear_costs(arm: Arm, batch: int) -> tuple[float, float]:
     return (0.0, 1.0) if arm is None else (0.05 + 0.08 * arm.num_steps, float(arm.num_draft_tokens))
 
 
-@pytest.mark.parametrize("most", [DraftShape.chain(1), DraftShape.chain(4), DraftShape.chain(16), TREE])
-@pytest.mark.parametrize("costs", [usual_costs, dear_costs])
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("best", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("most", "costs", "batch", "best"),
+    [
+        (DraftShape.chain(1), usual_costs, 1, 0.02),
+        (DraftShape.chain(16), dear_costs, 16, 0.0),
+        (TREE, dear_costs, 1, 0.02),
+        (TREE, usual_costs, 16, 0.0),
+    ],
+)
 def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs, batch, best):
     """The start of the engine included, and of the next 2872 too; yet the head goes on being looked at."""
     chooser, world, requests = AdaptiveShape(most), World(best, costs=costs), [new_request() for _ in range(batch)]
@@ -124,8 +129,7 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     assert world.probing - before > 2872 / PROBE_GAP * PROBE_COST * 0.9
 
 
-@pytest.mark.parametrize("best", [0.3, 0.5, 0.7])
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(("best", "batch"), [(0.3, 16), (0.7, 1)])
 def test_a_head_that_would_pay_on_another_machine_costs_as_little(best, batch):
     """Where every node is as dear as a plain round no acceptance pays; the clock is noisy."""
     chooser, world = AdaptiveShape(TREE), World(best, other=0.3, costs=dear_costs, noise=0.3)
@@ -133,22 +137,13 @@ def test_a_head_that_would_pay_on_another_machine_costs_as_little(best, batch):
     assert world.seconds < 1.03 * world.tokens
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", [16])
 def test_new_requests_do_not_pay_for_the_start_again(batch):
     """Requests of 60 tokens, one after the other, with a head that is useless for all: less than 3 % in all."""
     chooser, world = AdaptiveShape(TREE), World(0.0, costs=dear_costs)
     for _ in range(20):
         world.unread = 0
         world.play(chooser, 60, [new_request() for _ in range(batch)])
-    assert world.seconds < 1.03 * world.tokens
-
-
-def test_requests_that_join_one_by_one_are_probed_together():
-    """16 rows of 128 tokens, a new one every 8 rounds: a probe for each would cost half as much again."""
-    chooser, world, requests = AdaptiveShape(TREE), World(0.0, costs=dear_costs), [new_request() for _ in range(16)]
-    for joined in range(100):
-        requests[joined % 16] = new_request()
-        world.play(chooser, 8, requests)
     assert world.seconds < 1.03 * world.tokens
 
 
@@ -162,9 +157,8 @@ def test_a_good_head_drafts_from_the_first_rounds_on(batch):
     assert world.seconds / world.tokens < 1.2 * sum(usual_costs(TREE, batch)) / world.length(TREE)
 
 
-@pytest.mark.parametrize("best", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8])
-@pytest.mark.parametrize("most", [DraftShape.chain(4), TREE])
-@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("best", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(("most", "noise"), [(DraftShape.chain(4), 0.3), (TREE, 0.0)])
 def test_never_slower_and_close_to_the_best_shape(best, most, noise):
     """Whatever the head is worth, on a noisy machine too: at most 3 % slower than plain decoding, and at most 8 %
     (15 % on the noisy one) behind the best of its shapes, which it was not told."""
@@ -173,13 +167,6 @@ def test_never_slower_and_close_to_the_best_shape(best, most, noise):
     alone = [sum(usual_costs(arm, 1)) / world.length(arm) for arm in (None, *smaller_shapes(most))]
     assert world.seconds / world.tokens < 1.03 * alone[0]
     assert world.seconds / world.tokens < (1.08 if noise == 0 else 1.15) * min(alone)
-
-
-def test_a_perfect_head_drafts_as_deep_as_it_may():
-    """Else the trials of other shapes, or the first plain rounds, would hold it back."""
-    chooser, world = AdaptiveShape(DraftShape.chain(8)), World(best=1.0)
-    world.play(chooser, 20)
-    assert world.play(chooser, 200)[DraftShape.chain(8)] > 180
 
 
 def test_it_follows_a_text_that_changes():
@@ -193,37 +180,6 @@ def test_it_follows_a_text_that_changes():
     world.best = 0.0
     world.play(chooser, 100, requests)
     assert world.play(chooser, 100, requests)[None] > 80
-
-
-def test_nothing_is_chosen_anew_while_nothing_is_learnt(monkeypatch):
-    """Of a head that is left alone a choice stands for some rounds, but not past a probe or with other rows. What
-    trials may cost grows by every round."""
-    chooser, world, picked = AdaptiveShape(DraftShape.chain(4)), World(best=0.0), []
-    pick = chooser._pick
-    monkeypatch.setattr(chooser, "_pick", lambda requests: picked.append(chooser._rounds) or pick(requests))
-    requests = [new_request()]
-    world.play(chooser, 300, requests)
-    assert chooser._chosen is None
-    while chooser._unread:  # until after a probe
-        world.play(chooser, 1, requests)
-    world.play(chooser, 1, requests)
-    picked.clear()
-    account, last = chooser._account, chooser._rounds
-    world.play(chooser, 80, requests)
-    assert 8 <= len(picked) <= 11
-    assert chooser._account == pytest.approx(account + 0.005 * (picked[-1] - last), rel=0.05)
-    picked.clear()
-    world.play(chooser, 1, [new_request()])
-    assert len(picked) == 1
-
-
-def test_it_follows_costs_that_change():
-    """Another program takes the second core, and drafting takes six times as long: then a chain no longer pays."""
-    chooser, world = AdaptiveShape(DraftShape.chain(4)), World(best=0.5)
-    assert world.play(chooser, 200)[None] < 20
-    world.costs = lambda arm, batch: tuple(a * b for a, b in zip(usual_costs(arm, batch), (6.0, 1.0), strict=True))
-    world.play(chooser, 100)
-    assert world.play(chooser, 200)[None] > 160
 
 
 @pytest.mark.parametrize(("batch", "gain", "drafts"), [(1, 1.12, True), (16, 1.12, False), (16, 1.3, True)])
@@ -240,24 +196,6 @@ def test_a_batch_asks_for_more_than_its_rounds_show(batch, gain, drafts):
     assert plain < 200 if drafts else plain > 370
 
 
-def test_narrower_in_a_large_batch():
-    """Where each node costs the more the more rows there are, 16 rows are drafted for less than one, or not at all."""
-
-    def costs(arm: Arm, batch: int) -> tuple[float, float]:
-        nodes = 1 if arm is None else arm.num_draft_tokens
-        levels = 0 if arm is None else arm.num_steps
-        return 0.03 * levels, 1.0 + 0.01 * nodes * batch
-
-    chooser, world = AdaptiveShape(TREE), World(best=0.6, other=0.5, costs=costs)
-    one, many = [new_request()], [new_request() for _ in range(16)]
-    drafted = []
-    for requests in (one, many, one, many):
-        world.play(chooser, 100, requests)
-        ran = world.play(chooser, 200, requests)
-        drafted.append(sum(count * (0 if arm is None else arm.num_draft_tokens - 1) for arm, count in ran.items()))
-    assert min(drafted[0], drafted[2]) > 2.5 * max(drafted[1], drafted[3])
-
-
 @pytest.mark.parametrize(("node_cost", "wide"), [(0.005, True), (0.25, False)])
 def test_wide_where_nodes_are_cheap_and_narrow_where_they_are_dear(node_cost, wide):
     """The second child is often right: worth its node only where nodes cost little."""
@@ -272,16 +210,7 @@ def test_wide_where_nodes_are_cheap_and_narrow_where_they_are_dear(node_cost, wi
     assert trees > 250 if wide else trees < 50
 
 
-def test_n_gram_lookup_that_finds_nothing_is_no_trial():
-    """Rounds without a draft are plain rounds: they say nothing of the shape, and must not end its first rounds."""
-    chooser, requests = AdaptiveShape(DraftShape.chain(4)), [new_request()]
-    for _ in range(50):
-        chooser.choose(requests)
-        chooser.record(requests, None, [[]], 0.0, 1.0)
-    assert World(best=0.9).play(chooser, 100, requests)[DraftShape.chain(4)] > 55
-
-
-@pytest.mark.parametrize("most", ["1,1,2", "4,1,5", "20,1,21", "1,4,5", "5,4,16", "5,4,3", "8,10,60", "2,2,7", "3,3,8"])
+@pytest.mark.parametrize("most", ["1,1,2", "20,1,21", "5,4,3", "8,10,60"])
 def test_shapes_to_choose_from(most):
     """All fit in the largest, none comes twice, a chain of 1 is there, and they are few enough to keep measured."""
     limit = DraftShape.parse(most)
@@ -303,3 +232,35 @@ def test_another_number_of_threads_neither_ends_nor_delays_drafting(monkeypatch)
     assert slower[None] < 6
     world.costs, threads[0] = usual_costs, 2
     assert world.play(chooser, 60)[None] < 6
+
+
+def two_core_costs(arm: Arm, batch: int) -> tuple[float, float]:
+    """16 rows on two cores: a node costs half a plain round, so a chain pays only if nearly all of it is accepted."""
+    return (0.0, 1.0) if arm is None else (0.03 * arm.num_steps, 1.0 + 0.56 * (arm.num_draft_tokens - 1))
+
+
+@pytest.mark.parametrize("best", [0.2, 0.45])
+def test_new_rows_hasten_no_probe_of_a_head_that_is_far_from_paying(best):
+    """Batches of 16 new rows and 31 rounds: a probe or two in each would cost more than all trials together."""
+    chooser, world = AdaptiveShape(DraftShape.chain(3)), World(best, costs=two_core_costs, noise=0.1)
+    for _ in range(40):
+        world.unread = 0
+        world.play(chooser, 31, [new_request() for _ in range(16)])
+    assert 0 < world.probing < 0.008 * world.seconds
+    assert world.seconds < 1.013 * world.tokens
+    world.best = 0.97  # then it pays, and that is noticed
+    world.play(chooser, 150, [new_request() for _ in range(16)])
+    assert world.play(chooser, 62, [new_request() for _ in range(16)])[None] < 20
+
+
+def test_the_first_round_with_more_rows_is_plain():
+    """A draft that costs one row little costs 16 rows much: without a plain round beside it, that would not be seen."""
+
+    def costs(arm: Arm, batch: int) -> tuple[float, float]:
+        return usual_costs(arm, 1) if batch == 1 else two_core_costs(arm, batch)
+
+    chooser, world = AdaptiveShape(DraftShape.chain(3)), World(best=0.5, costs=costs)
+    assert world.play(chooser, 60)[None] < 20
+    many = [new_request() for _ in range(16)]
+    assert world.play(chooser, 1, many)[None] == 1
+    assert world.play(chooser, 30, many)[None] >= 28

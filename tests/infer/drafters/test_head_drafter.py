@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 
 import pytest
@@ -80,8 +79,7 @@ def test_chain_equals_dense_recomputation(small_target, small_draft, steps):
     engine.close()
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-@pytest.mark.parametrize("shape", ["3,3,100", "4,3,100", "2,4,100"])
+@pytest.mark.parametrize(("shape", "steps"), [("4,3,100", 1), ("2,4,100", 5)])
 def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch, shape, steps):
     """Beams are re-selected at every level; each candidate's score must be that of its true path.
 
@@ -123,7 +121,7 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
     assert levels < 3 or reparented, "beams kept their places, so this test shows nothing; choose another seed"
 
 
-@pytest.mark.parametrize("shape", ["4,3,12", "4,2,5", "4,2,3"])  # trees of fewer nodes than a path could have, too
+@pytest.mark.parametrize("shape", ["4,3,12", "4,2,3"])  # trees of fewer nodes than a path could have, too
 def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monkeypatch, shape):
     """The committed part of the draft cache must be what one pass over the whole sequence writes, whichever children
     the path went through."""
@@ -179,17 +177,3 @@ def test_a_dropped_engine_leaves_no_hooks(small_target, small_draft):
     del engine
     gc.collect()
     assert hooks() == before
-
-
-def test_broken_head_costs_speed_only(small_target, small_draft, tiny_target):
-    """A head full of NaN proposes junk; the answers stay the target's."""
-    broken = copy.deepcopy(small_draft)
-    broken.head.fc.weight.fill_(float("nan"))
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    for shape in ("3,1,4", "3,3,10"):
-        engine = Engine(small_target, broken, DraftShape.parse(shape))
-        prompts = [[3, 4, 5], [6, 7]]
-        plain = engine.generate(prompts, params, speculative=False)
-        spec = engine.generate(prompts, params)
-        engine.close()
-        assert [request.output_ids for request in spec] == [request.output_ids for request in plain]

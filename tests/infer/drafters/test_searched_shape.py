@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED, SearchedShape
-from toolkit.infer.drafters.step_costs import ArmTime, LookupArm
+from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED, SearchedShape
+from toolkit.infer.drafters.estimates import ArmTime, LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -23,8 +23,7 @@ def params() -> list[SamplingParams]:
     return [SamplingParams(max_tokens=8 + 5 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(6)]
 
 
-@pytest.mark.parametrize("lookup", [None, True])
-@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("name", "lookup"), [("eagle3", None), ("mtp", True)])
 def test_each_round_drafts_the_winner_of_its_number_of_rows(small_target, build, params, name, lookup):
     """fp32, exact, rows that end while others run: five and six rows are chosen adaptively, then the winners follow.
     The row with a shape of its own drafts no more than that, and lookup replaces no winner."""
@@ -59,14 +58,3 @@ def test_lookup_drafts_in_a_winners_place_only_if_it_was_asked_for():
         arms = [chooser.choose(request, sure) for _ in range(3)]
         assert all(isinstance(arm, LookupArm) == asked and not chooser.probe_due for arm in arms)
         assert asked or arms == [None] * 3
-
-
-def test_a_smaller_limit_cuts_the_winner():
-    """`set_shape` below what was found; the rates of a shape that is none of the usual ones are estimated too."""
-    chooser = SearchedShape(DraftShape.chain(2), [], {GREEDY: {1: "2,3,6", 4: "3,1,4"}})
-    one = Request([1], SamplingParams())
-    assert chooser.choose([one]) == DraftShape.chain(2)
-    assert chooser.choose([one, one]) == DraftShape.chain(2)
-    found = SearchedShape(MOST, [], WINNERS)
-    assert TREE in found.shapes and found.widest == 3
-    found.record([one], TREE, [[0, 2]], 0.1, 1.0)

@@ -10,7 +10,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
-HEADS = ["eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
+HEADS = ["eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
 KEPT = [0, *range(5, 24)]
 
 
@@ -63,7 +63,7 @@ def engine_after_steps(target, draft, shape: str, steps: int) -> Engine:
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("steps", [5])
 def test_chain_equals_the_whole_sequence(small_target, shared_draft, name, steps):
     """A wrong feature (before or after the norm), shift between MTP layers, or a stale key would change a draft."""
     draft = shared_draft(name, KEPT)

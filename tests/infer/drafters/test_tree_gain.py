@@ -50,6 +50,7 @@ def trained_draft(small_target, small_draft) -> DraftCheckpoint:
     return DraftCheckpoint(head=head.eval().requires_grad_(False), token_map=token_map)
 
 
+@pytest.mark.slow
 def test_a_tree_commits_more_than_a_chain_of_as_many_nodes(small_target, trained_draft):
     """Eight verified nodes either way, drawn at temperature 0.5 from prompts that were not trained on.
 

@@ -26,7 +26,7 @@ from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.cpu_door import pack, quantize_model
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels import batch_invariant

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.infer.cache import cache_manager as kv_memory
 from toolkit.infer.drafters import head_drafter
-from toolkit.infer.drafters.step_costs import LookupArm
+from toolkit.infer.drafters.estimates import LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
 from toolkit.infer.request.draft_tree import DraftShape

@@ -13,13 +13,13 @@ import torch
 from tests.infer.conftest import OracleDrafter
 from tests.infer.verify.test_grammar_masks import ByToken, some_grammar
 from tests.infer.verify.test_verifiers_distribution import misfit
-from toolkit.infer.drafters.draft_masks import DraftMasks
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.draft_rollout import DraftMasks
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request import grammar
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.grammar_masks import GrammarMasks
+from toolkit.infer.verify.logits_processors import GrammarMasks
 
 # Nowhere is one text alone left that has several tokenizations: there llguidance allows one of them.
 REGEX = r"[a-cth]{2,3}( [a-c]d| [0-9]{2}){2,4}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.infer.conftest import build_small_draft, build_small_target
 from toolkit.infer.cache.page_pool import PAGE_SIZE
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams

@@ -10,7 +10,7 @@ import torch
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.drafting_head import SharedOutput
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft

@@ -8,9 +8,8 @@ import shutil
 import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.composed_drafter import ComposedDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.lookup import ComposedDrafter, NgramLookup
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import build_engine, load_engine
 from toolkit.infer.request.draft_tree import DraftShape

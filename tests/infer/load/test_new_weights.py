@@ -222,11 +222,11 @@ def test_statistics_of_acceptance_are_dropped(folders):
     with LLM(folders.old, folders.head, shape="3,1,4", adaptive=True) as llm:
         written(llm)
         chooser, request = llm.engine.drafter.chooser, llm.engine.add_request([5], SamplingParams())
-        learned = chooser._acceptance.expected([request], chooser.shapes)
+        learned = chooser._acceptance.by_request([request], chooser.shapes)
         llm.engine.abort(request)
         llm.update_weights(folders.new)
-        again = chooser._acceptance.expected([request], chooser.shapes)
-        assert again != learned and again[0] > 1.6, "the first guess"
+        again = chooser._acceptance.by_request([request], chooser.shapes)
+        assert again != learned and again[0][0] > 1.6, "the first guess"
         assert chooser._costs._seen, "times of rounds still hold"
         assert written(llm)[0] == written(llm)[0]
 

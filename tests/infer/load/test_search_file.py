@@ -11,9 +11,7 @@ import torch
 from toolkit import LLM
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.searched_shape import SearchedShape
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, SearchedShape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.load.load_engine import by_rows, load_engine

@@ -18,13 +18,14 @@ from tests.infer.verify.test_verifiers_distribution import (
     VOCAB,
     WRITTEN,
     Tables,
+    all_rows_at_once,  # noqa: F401 (a fixture)
     cells,
     misfit,
     seeded,
 )
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftTree, Proposal, chain_tree, root_only, without_padding
-from toolkit.infer.verify.grammar_masks import GrammarMasks
+from toolkit.infer.verify.logits_processors import GrammarMasks
 from toolkit.infer.verify.token_distribution import Stream, draw_from
 from toolkit.infer.verify.verifiers import BLOCK, REJECTION, TARGET, follow, read_result
 
@@ -224,7 +225,7 @@ def test_distribution_is_the_masked_one(verifier, params):
 
     A chain that ends where a draft was forbidden must not favour what the head did not draft.
     """
-    g, limit = misfit_under(verifier, params, RUNS // 4)
+    g, limit = misfit_under(verifier, params, RUNS // 2)
     assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"
 
 
@@ -233,5 +234,5 @@ def test_distribution_is_the_masked_one(verifier, params):
 )
 def test_the_head_s_own_distribution_would_be_wrong(verifier):
     """The test above is able to fail: a cut without its change of q is seen."""
-    g, limit = misfit_under(verifier, SETTINGS[0], RUNS // 4, keep_q=True)
+    g, limit = misfit_under(verifier, SETTINGS[0], RUNS // 2, keep_q=True)
     assert g > limit

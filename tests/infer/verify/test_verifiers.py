@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.infer.drafters import composed_drafter
-from toolkit.infer.drafters.draft_sampling import DrawnTokens
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from tests.infer.verify.test_verifiers_distribution import misfit
+from toolkit.infer.drafters import lookup as lookup_module
+from toolkit.infer.drafters.draft_rollout import DrawnTokens
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import VERIFIERS, DrawnChains, block, rejection, settle
 
@@ -72,20 +72,6 @@ def test_equal_distributions_keep_every_draft():
         assert torch.equal(settle(rule, chains, torch.rand(500, 4).double())[:, :3], drafts[:, :3])
 
 
-def test_proposal_is_scattered_to_target_ids():
-    """Draft id d stands for ids[d]; rows in the batch's order, nothing where nothing is drafted."""
-    q = torch.rand(3, 2, 4)
-    ids = torch.tensor([1, 3, 4, 8])
-    drafted = torch.tensor([[True, True, False], [True, False, False]])
-    got = Proposal(q, ids).scattered(torch.tensor([2, 0]), drafted, 9)
-    wanted = torch.zeros(2, 3, 9)
-    for row, source in enumerate((2, 0)):
-        for node in range(2):
-            if drafted[row, node]:
-                wanted[row, node, ids] = q[source, node]
-    assert torch.equal(got, wanted)
-
-
 def test_what_does_not_go_together_is_refused(small_target, small_draft):
     """Trees, and drafts without a distribution: each message says what to do instead."""
     for name in DRAWING:
@@ -109,15 +95,15 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
     logged and shorter-chained rows run beside them."""
     engine = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify=verify)
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
-    hot = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
+    sampled = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
     edited = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, presence_penalty=0.5, logprobs=2, seed=0)
-    wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, hot)]
+    wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, sampled)]
     requests = []
     for prompt in PROMPTS:
         requests.append(engine.add_request(prompt, greedy))
-        requests.append(engine.add_request(prompt, hot, speculative=False))
-    beside = [engine.add_request(PROMPTS[0], hot), engine.add_request(PROMPTS[1], edited)]
-    beside.append(engine.add_request(PROMPTS[2], hot, shape=DraftShape.chain(2)))
+        requests.append(engine.add_request(prompt, sampled, speculative=False))
+    beside = [engine.add_request(PROMPTS[0], sampled), engine.add_request(PROMPTS[1], edited)]
+    beside.append(engine.add_request(PROMPTS[2], sampled, shape=DraftShape.chain(2)))
     while engine.has_work():
         engine.step()
         engine.check_integrity()
@@ -161,31 +147,20 @@ def test_auto_costs_no_more_than_target_where_nothing_draws(small_target, small_
     widths, made = [], []
     sample, draw = Sampler.__call__, DrawnTokens.__init__
 
-    def sampled(self, logits, *rest):
+    def widths_of(self, logits, *rest):
         widths.append(logits.shape[1])
         return sample(self, logits, *rest)
 
-    monkeypatch.setattr(Sampler, "__call__", sampled)
+    monkeypatch.setattr(Sampler, "__call__", widths_of)
     monkeypatch.setattr(DrawnTokens, "__init__", lambda *given: made.append(1) or draw(*given))
-    hot = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
-    quiet = [SamplingParams(**{**hot, "temperature": 0.0}), SamplingParams(**hot, seed=1)]
+    sampled = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
+    quiet = [SamplingParams(**{**sampled, "temperature": 0.0}), SamplingParams(**sampled, seed=1)]
     engine = Engine(small_target, small_draft, DraftShape.chain(4), verify="auto")
     engine.generate(PROMPTS[:2], quiet)
     assert not made and max(widths) == 2
-    engine.generate(PROMPTS[:3], [*quiet, SamplingParams(**hot)])
+    engine.generate(PROMPTS[:3], [*quiet, SamplingParams(**sampled)])
     engine.close()
     assert made and max(widths) == 5
-
-
-def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
-    """Plainly, with n-gram lookup and in trees; a chain of a head draws."""
-    given = [(None, None), (NgramLookup(), DraftShape.chain(4)), (small_draft, DraftShape.parse("4,3,12"))]
-    names = []
-    for draft, shape in (*given, (small_draft, DraftShape.chain(4))):
-        engine = Engine(small_target, draft, shape, verify="auto")
-        names.append(engine.verifier.name)
-        engine.close()
-    assert names == ["target", "target", "target", "auto"]
 
 
 def test_what_a_request_may_ask_for():
@@ -207,7 +182,7 @@ def test_what_a_request_may_ask_for():
                     verifier.of_request(asked)
 
 
-@pytest.mark.parametrize("verify", [*DRAWING, "auto"])
+@pytest.mark.parametrize("verify", ["rejection", "auto"])
 def test_a_request_chooses_its_rule(small_target, small_draft, monkeypatch, verify):
     """In one batch: by target a seed writes the tokens of plain decoding, whatever the engine's rule does beside it."""
     params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
@@ -225,8 +200,9 @@ def test_a_request_chooses_its_rule(small_target, small_draft, monkeypatch, veri
     assert summarise(event for one in kept for event in one.events).accepted > 0
 
 
-@pytest.mark.parametrize(("verify", "shape"), [("target", "4,1,5"), ("target", "3,3,8"), ("block", "4,1,5")])
-@pytest.mark.parametrize("where", ["fc.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("verify", "shape", "where"), [("target", "3,3,8", "fc.weight"), ("block", "4,1,5", "lm_head.weight")]
+)
 def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shape, where):
     """A checkpoint that training broke drafts rubbish; greedy and seeded answers stay the target's, and no step fails.
     Of lm_head one row alone is broken: its token's score is, and with it the whole distribution."""
@@ -238,24 +214,16 @@ def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shap
         verify=verify,
     )  # fmt: skip
     greedy = SamplingParams(max_tokens=30, ignore_eos=True)
-    hot = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
-    wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, hot)]
-    requests = [engine.add_request(p, s, verify="target") for p in PROMPTS for s in (greedy, hot)]
-    beside = [engine.add_request(p, hot) for p in PROMPTS]
+    sampled = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
+    wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, sampled)]
+    requests = [engine.add_request(p, s, verify="target") for p in PROMPTS for s in (greedy, sampled)]
+    beside = [engine.add_request(p, sampled) for p in PROMPTS]
     while engine.has_work():
         engine.step()
         engine.check_integrity()
     engine.close()
     assert [one.output_ids for one in requests] == wanted
     assert [len(one.output_ids) for one in beside] == [30] * 4
-
-
-def test_nan_logits_draw_from_all_ids_alike(small_target):
-    """Any q is exact if the drafts are drawn from it; of nan neither a draft nor its acceptance could be."""
-    request = Request([1, 2], SamplingParams(temperature=1.0, seed=1))
-    drawn = DrawnTokens([request], torch.arange(4), lambda _: True)
-    assert 0 <= int(drawn(torch.full((1, 1, 4), math.nan))) < 4
-    assert torch.equal(drawn.proposal().q, torch.full((1, 1, 4), 0.25))
 
 
 @pytest.mark.parametrize("verify", DRAWING)
@@ -298,15 +266,15 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
 
 
 @pytest.mark.parametrize(
-    "name, lookup",
-    [("eagle3", None), ("eagle3", True), ("dspark", None)],
-    ids=["head", "head and lookup", "dspark"],
+    ("verify", "name", "lookup"),
+    [("rejection", "eagle3", None), ("block", "eagle3", True), ("auto", "eagle3", None), ("block", "dspark", None)],
+    ids=["rejection", "block beside lookup", "auto", "block of a block drafter"],
 )
-@pytest.mark.parametrize("verify", [*DRAWING, "auto"])
 def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, name, lookup):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
 
-    The block drafter ends chains by its confidence, which depends on drawn drafts.
+    The distributions of a round are computed by several parts of its rows. The block drafter ends chains by its
+    confidence, which depends on drawn drafts.
 
     With lookup, rows whose drafts are drawn run beside rows whose drafts are looked up: those with a first token that
     the prompt has, too. Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier
@@ -321,7 +289,8 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
     params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
     prompt = PROMPTS[0] if lookup is None else [*range(1, 24, 2), *PROMPTS[0]]
     probs = two_token_distribution(small_target, prompt, SamplingParams(**settings)).flatten()
-    monkeypatch.setattr(composed_drafter, "LEAST_LENGTH", 1.0)
+    monkeypatch.setattr(lookup_module, "LEAST_LENGTH", 1.0)
+    monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 70)
     options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
     draft = dataclasses.replace(build(name), draft_confidence=0.45 if name == "dspark" else 0.0)
     engine = Engine(small_target, draft, DraftShape.chain(2), **options)
@@ -334,24 +303,5 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
         accepted += request.token_from_draft[1] + request.token_from_draft[2]
     engine.close()
     assert accepted > runs / 20
-    common = probs * runs >= 5
-    seen = torch.cat((counts[common], counts[~common].sum()[None]))
-    wanted = torch.cat((probs[common], probs[~common].sum()[None])) * runs
-    g = 2 * torch.where(seen > 0, seen * (seen / wanted).log(), 0.0).sum().item()
-    freedom = len(seen) - 1
-    # Wilson-Hilferty: the chi-square quantile at 1 - 1e-5 (z = 4.265).
-    limit = freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert g < limit, f"G = {g:.1f} over {freedom} degrees of freedom, limit {limit:.1f}"
-
-
-def test_rows_without_drafts_have_a_distribution_of_their_own():
-    """A chain of no valid draft: the token is drawn from p, by either rule."""
-    p = torch.softmax(torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(5)), dim=-1)
-    tree = chain_tree(torch.tensor([1, 1]), torch.tensor([[2, 3], [2, 3]]), [0, 2])
-    drafted = torch.nn.functional.pad(tree.valid[:, 1:], (0, 1))
-    q = torch.full((2, 2, 9), 1 / 9)
-    scattered = Proposal(q, torch.arange(9)).scattered(torch.arange(2), drafted, 9)
-    for rule in (rejection, block):
-        chains = DrawnChains(p, scattered, torch.tensor([[2, 3, 0]] * 2), drafted, torch.zeros(2, 3))
-        kept, left = rule(chains)
-        assert kept.tolist() == [0, 2] and torch.equal(left[0], p[0, 0]) and torch.equal(left[1] > 0, p[1, 2] > 0)
+    g, limit = misfit(counts, probs * runs, z=4.265)
+    assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"

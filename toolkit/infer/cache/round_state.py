@@ -24,7 +24,7 @@ from toolkit.infer.request.upload import upload
 # of them the drafter has not read; 1 for a request, 0 for padding.
 RowState = tuple[int, int, int, int]
 PADDING: RowState = (0, 1, 1, 0)
-COLD = SamplingParams(temperature=1.0, seed=0)  # settings of greedy rows, which do not sample
+GREEDY_PLACEHOLDER = SamplingParams(temperature=1.0, seed=0)  # settings of greedy rows, which do not sample
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class RoundState:
     """The buffers of `rows` rows on one page pool.
 
     Written by the host between rounds: row_states [4, R] and table [R, P] int64, if the host's rows differ from the
-    device's rows after the last round; and, if the rows of a recorded round change, its sampling settings: hot [R] bool
-    (temperature > 0), temperature, min_p [R] fp32, top_p [R] fp64, top_k, seeds [R] int64.
+    device's rows after the last round; and, if the rows of a recorded round change, its sampling settings: sampled [R]
+    bool (temperature > 0), temperature, min_p [R] fp32, top_p [R] fp64, top_k, seeds [R] int64.
     Written by the round: row_states, updated by the committed tokens (the unread count by the draft head, if any).
     """
 
@@ -63,7 +63,7 @@ class RoundState:
         self._pool, self._pinned = pool, device.type == "cuda"
         self.row_states = torch.tensor([PADDING] * rows, device=device).T.contiguous()
         self.table = pool.table(0, rows, pool.pages_per_row, device)
-        self.hot = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.sampled = torch.zeros(rows, dtype=torch.bool, device=device)
         self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
@@ -112,10 +112,10 @@ class RoundState:
         if self._drawing == requests:
             return
         self._drawing = list(requests)
-        hot = [request.params.temperature > 0 for request in requests]
-        params = [request.params if draws else COLD for request, draws in zip(requests, hot, strict=True)]
+        sampled = [request.params.temperature > 0 for request in requests]
+        params = [one.params if draws else GREEDY_PLACEHOLDER for one, draws in zip(requests, sampled, strict=True)]
         for store, values in (
-            (self.hot, hot),
+            (self.sampled, sampled),
             (self.temperature, [one.temperature for one in params]),
             (self.min_p, [one.min_p for one in params]),
             (self.top_p, [one.top_p for one in params]),

@@ -1,6 +1,6 @@
 """Choose the draft shape of the next round, or plain decoding: the arm that commits the most tokens per second.
 
-    tokens per second of an arm = expected accept_length (running_acceptance.py) / seconds of a round (step_costs.py)
+    tokens per second of an arm = expected accept_length / seconds of a round (both estimates.py)
 
 The arms are the engine's shape, smaller shapes, and None (plain decoding). With several rows, drafting must be faster
 than plain decoding by a tenth (BATCH_MARGIN). Both estimates become outdated for arms that do not run:
@@ -15,10 +15,9 @@ than plain decoding by a tenth (BATCH_MARGIN). Both estimates become outdated fo
   that gains time pays into the account, so more trials follow. The first round of a batch size is plain.
 - The node count of an arm is at most twice the largest one run at this batch size (or the next larger arm): twice the
   nodes take at most twice as long to verify.
-- Lookup's drafts need neither: `lookup.py`.
 
-On a GPU the first round of an arm at a batch size is neither timed nor charged (adaptive_drafter.py). Apart from it,
-in T seconds, with plain rounds of p seconds, a useless head therefore costs at most
+On a GPU the first round of an arm at a batch size is neither timed nor charged (AdaptiveDrafter). Apart from it, in T
+seconds, with plain rounds of p seconds, a useless head therefore costs at most
 
     START_CREDIT * p + TRIAL_SHARE * T  (trials)  +  the excess of one trial over its price (a debt)  +  probes
 
@@ -27,19 +26,34 @@ plain rounds), about the head's share of the target's parameters. Demo target an
 without AMX: 2.6 % at 16 rows, 1.2 % at 1. The probes before the first gap of PROBE_GAP rounds cost a third of that.
 
 Choices depend on the clock. In float32 tokens do not; in bfloat16 they are equal or first part at a near-tie.
+
+`LookupChoice` chooses in every round how deep lookup drafts, and whether the head drafts too (`lookup.py`):
+
+    tokens per second of a row = harmonic mean over the rows of max(lookup's expected accept_length, the head's)
+                                 / seconds of the round
+
+The harmonic mean, because it is the time of a token that counts: rows without a match wait for a round with more nodes,
+and rows that get ahead leave a batch that is not full. Closed batches of 16 rows took 5 % longer than plain decoding
+with the mean, up to 7 % with the median. The head's shape is the one that has just been chosen, or None. Lookup's
+expected lengths differ in every round, because the matches do; they are learned from every token, so lookup needs no
+probes. Where depth 1 seems not to pay, it runs once in RETRY rounds that search the texts, so that one slow round does
+not end lookup; deeper drafts follow when a shallower one has been measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import get_num_threads
 
-from toolkit.infer.drafters.lookup import Lengths, LookupChoice
-from toolkit.infer.drafters.running_acceptance import RunningAcceptance
-from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
-from toolkit.infer.request.draft_tree import DraftShape, candidate_count
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
+from toolkit.infer.drafters.estimates import Arm, ArmTime, LookupArm, RunningAcceptance, Shape, StepCosts, batch_bucket
+from toolkit.infer.drafters.lookup import MOST_DEPTH, ComposedDrafter
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape, DraftTree, candidate_count
 from toolkit.infer.request.request import Request
+from toolkit.infer.verify.verifiers import VerifyResult
 
 FIRST_ROUNDS = 2  # plain rounds before any draft: the first round is often slow
 START_CREDIT = 0.6  # initial balance of the account, in plain rounds
@@ -56,6 +70,13 @@ CHANGE_MARGIN = 1.03  # another shape replaces the current one if it is faster b
 # SOON: also the rounds that the choice of plain decoding stands while only times of plain rounds are new.
 FIRST_PROBE, SOON, NEW_ROWS_GAP, PROBE_GAP = 2, 8, 48, 128
 
+# With several rows, after so many rounds in which lookup did not draft, only every so many-th round searches the texts.
+IDLE_ROUNDS, SEARCH_EVERY = 16, 8
+DEPTHS = (1, 2, 3, 4, 6, 8, 11, MOST_DEPTH)  # of lookup's drafts
+RETRY, RETRY_LENGTH = 128, 1.4  # rounds between retries of depth 1, and the expected accept_length that allows one
+GREEDY, SAMPLED = "greedy", "sampled"  # kinds of requests: at temperature 0, and above
+
+Lengths = Sequence[Sequence[float]]  # by row, the expected accept_length of lookup's draft by depth from 0
 # Requests, and the accept_length of each arm: the mean over them, and by request.
 Expected = tuple[list[Request], dict[Shape, float], dict[Shape, list[float]]]
 
@@ -125,8 +146,7 @@ class AdaptiveShape:
         self._begin()
         arm: Shape = None
         if not self._settled(requests):
-            unknown = self._plain_rounds < FIRST_ROUNDS or self._costs.needs_plain(len(requests))
-            arm = None if unknown else self._pick(requests)
+            arm = self._pick(requests) if self._plain_is_known(len(requests)) else None
             known = self._acceptance.known_share(requests)
             if self._far and self._gap > FIRST_PROBE:
                 self._probe_after = PROBE_GAP
@@ -146,28 +166,22 @@ class AdaptiveShape:
             self._threads, self._plain_rounds = get_num_threads(), 0
             self._costs.forget_plain()
 
-    def _run(self, requests: Sequence[Request], arm: Shape, lookup: Lengths) -> Arm:
-        """Returns the arm of the round: `arm`, or where lookup drafts too and that is faster, a LookupArm."""
-        self._chosen = arm
-        known = self._plain_rounds >= FIRST_ROUNDS and not self._costs.needs_plain(len(requests))
-        if lookup and not self.probe_due and self._trial_pace is None and known:
-            if (found := self._with_lookup(requests, arm, lookup)) is not None:
-                return found
-        self._unread = 0 if arm is not None else self._unread + 1
-        self._last_run[arm] = self._rounds
-        return arm
+    def _plain_is_known(self, batch: int) -> bool:
+        return self._plain_rounds >= FIRST_ROUNDS and not self._costs.needs_plain(batch)
 
-    def _with_lookup(self, requests: Sequence[Request], shape: Shape, lookup: Lengths) -> LookupArm | None:
-        """Returns the round in which lookup drafts too, if it is faster than drafting `shape` in all rows."""
-        self._tokens(requests)
-        assert self._expected is not None, "just computed"
-        head, margin = self._expected[2][shape], _margin(len(requests))
-        if (found := self._lookup.choose(lookup, shape, head, self._costs, margin)) is None:
-            return None
-        self.depths, arm = found
-        if arm.shape is not None:
-            self._unread, self._last_run[shape] = 0, self._rounds
-        return arm
+    def _run(self, requests: Sequence[Request], shape: Shape, lookup: Lengths) -> Arm:
+        """Returns the arm of the round: `shape`, or where lookup drafts too and that is faster, a LookupArm."""
+        self._chosen = shape
+        if lookup and not self.probe_due and self._trial_pace is None and self._plain_is_known(len(requests)):
+            head, margin = self._expect(requests)[2][shape], _margin(len(requests))
+            if (choice := self._lookup.choose(lookup, shape, head, self._costs, margin)) is not None:
+                self.depths, arm = choice
+                if arm.shape is not None:
+                    self._unread, self._last_run[shape] = 0, self._rounds
+                return arm
+        self._unread = 0 if shape is not None else self._unread + 1
+        self._last_run[shape] = self._rounds
+        return shape
 
     def probed(self, requests: Sequence[Request], ranks: Sequence[Sequence[int]]) -> None:
         """Takes the result of a probe.
@@ -219,7 +233,7 @@ class AdaptiveShape:
     def _pick(self, requests: Sequence[Request]) -> Shape:
         """Returns the best arm, or an arm to try if the account can pay for it."""
         waited, self._picked = self._rounds - self._picked, self._rounds
-        tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
+        tokens, costs = self._expect(requests)[1], self._costs.all(len(requests), (None, *self.shapes))
         speed = {arm: tokens[arm] / cost for arm, cost in costs.items()}
         margin = _margin(len(requests))
         best = self._best = self._fastest(speed, margin)
@@ -252,14 +266,14 @@ class AdaptiveShape:
         shape = max(shapes, key=lambda arm: speed[arm] * (CHANGE_MARGIN if arm == self._best else 1.0))
         return shape if speed[shape] > speed[None] * margin * (START_MARGIN if self._best is None else 1.0) else None
 
-    def _tokens(self, requests: Sequence[Request]) -> dict[Shape, float]:
+    def _expect(self, requests: Sequence[Request]) -> Expected:
         """Returns the expected accept_length of each arm; cached until the rates or the rows change."""
         if self._expected is None or self._expected[0] != requests:
-            found = zip(self.shapes, self._acceptance.by_request(requests, self.shapes), strict=True)
-            by_request: dict[Shape, list[float]] = {None: [1.0] * len(requests), **dict(found)}
+            drafted = zip(self.shapes, self._acceptance.by_request(requests, self.shapes), strict=True)
+            by_request: dict[Shape, list[float]] = {None: [1.0] * len(requests), **dict(drafted)}
             tokens = {arm: sum(lengths) / len(requests) for arm, lengths in by_request.items()}
             self._expected = (list(requests), tokens, by_request)
-        return self._expected[1]
+        return self._expected
 
     def _pay(self, batch: int, arm: Arm, committed: float, pace: float) -> None:
         """Subtracts from the account the time that a trial lost against the best arm, or adds the time it gained.
@@ -281,3 +295,199 @@ def _margin(batch: int) -> float:
 def _least_price(batch: int) -> float:
     """Returns the least price of a trial from plain decoding, in plain rounds."""
     return max(LEAST_PRICE, _margin(batch) - 1)
+
+
+class LookupChoice:
+    """Compares lookup's drafts with the choice for the head."""
+
+    def __init__(self) -> None:
+        self._rounds, self._last = 0, -RETRY
+
+    def choose(
+        self,
+        lookup: Lengths,
+        shape: Shape,
+        head: Sequence[float],
+        costs: StepCosts,
+        margin: float,
+    ) -> tuple[list[int], LookupArm] | None:
+        """Returns the depth of lookup by row (0: none) and the round to run; None: draft `shape` in all rows.
+
+        lookup: expected accept_length of lookup's drafts. head: by row, that of `shape`. margin: the least factor by
+        which drafting must be faster than plain decoding.
+        """
+        self._rounds += 1
+        if all(len(one) == 1 for one in lookup):
+            return None
+        batch, deepest = len(lookup), max(map(len, lookup)) - 1
+        shapes: list[Shape] = [None, *([] if shape is None else [shape])]
+        rounds = {LookupArm(one, depth): depth for one in shapes for depth in DEPTHS if depth <= deepest}
+        arms: list[Arm] = [None, shape, *rounds]
+        known = costs.all(batch, arms)
+        current = _mean(head) / known[shape] if shape in known else 0.0
+        floor = max(current, margin / known[None])
+        speeds = {
+            arm: _mean(_lengths(lookup, rounds[arm], head if arm.shape else None)) / seconds
+            for arm, seconds in known.items()
+            if isinstance(arm, LookupArm)
+        }
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] <= floor:
+            least = LookupArm(None, 1)
+            due = self._rounds - self._last >= RETRY and _mean(_lengths(lookup, 1, None)) >= RETRY_LENGTH
+            if not due:
+                return None
+            best = least
+        self._last = self._rounds
+        depth = rounds[best]
+        mine = _lengths(lookup, depth, None)
+        theirs = head if best.shape else [1.0] * batch
+        depths = [min(depth, len(one) - 1) if a > b else 0 for one, a, b in zip(lookup, mine, theirs, strict=True)]
+        if not any(depths):
+            return None
+        # Without a row for the head, the round is one of lookup alone: its time says nothing of the head.
+        left = best.shape is not None and any(b > 1 for own, b in zip(depths, theirs, strict=True) if own == 0)
+        return depths, LookupArm(best.shape if left else None, max(depths))
+
+
+def _mean(lengths: Sequence[float]) -> float:
+    """Returns the harmonic mean; statistics.harmonic_mean takes ten times as long."""
+    return len(lengths) / sum(1 / one for one in lengths)
+
+
+def _lengths(lookup: Lengths, depth: int, head: Sequence[float] | None) -> list[float]:
+    """Returns the expected accept_length of each row if lookup drafts `depth` tokens and the head the other rows."""
+    mine = [one[min(depth, len(one) - 1)] for one in lookup]
+    return mine if head is None else [max(pair) for pair in zip(mine, head, strict=True)]
+
+
+class SearchedShape(AdaptiveShape):
+    """Takes the winner of the smallest searched batch size that the running rows do not exceed.
+
+    It chooses as AdaptiveShape does where adaptive drafting won, with more rows than were searched, for a kind of
+    requests that was not searched, and for rows of both kinds whose winners differ.
+
+    winners: by kind of requests and batch size a shape as text, PLAIN or ADAPTIVE. lookup: lookup may draft in place of
+    a winner too. A search measures shapes and plain decoding without it, so this is for users who ask for lookup.
+    """
+
+    def __init__(
+        self,
+        most: DraftShape,
+        known: Sequence[ArmTime],
+        winners: Mapping[str, Mapping[int, str]],
+        *,
+        lookup: bool = False,
+    ) -> None:
+        settings = {one for of_kind in winners.values() for one in of_kind.values()} - {PLAIN, ADAPTIVE}
+        shapes = {one: DraftShape.parse(one).within(most) for one in settings}
+        super().__init__(most, known, shapes.values())
+        self._winners, self._lookup_too = winners, lookup
+        self._arms: Mapping[str, DraftShape | None] = {PLAIN: None, **shapes}
+
+    def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Arm:
+        kinds = {SAMPLED if one.params.temperature > 0 else GREEDY for one in requests if one.speculative}
+        settings = {self._winner(kind, len(requests)) for kind in kinds}
+        setting = settings.pop() if len(settings) == 1 else ADAPTIVE
+        if setting == ADAPTIVE:
+            return super().choose(requests, lookup)
+        self._begin()
+        self.probe_due = False
+        return self._run(requests, self._arms[setting], lookup if self._lookup_too else ())
+
+    def _winner(self, kind: str, rows: int) -> str:
+        sizes = self._winners.get(kind, {})
+        size = min((one for one in sizes if one >= rows), default=None)
+        return ADAPTIVE if size is None else sizes[size]
+
+
+class AdaptiveDrafter(WrappedDrafter):
+    """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
+
+    A round lasts from propose to observe, when the target's choices have reached the host. The engine's work between
+    observe and the next propose (host work, other prompts) is the same for all shapes.
+
+    first_is_slow: the first round of an arm at a batch size is not timed. On a GPU it compiles or loads kernels and
+    allocates memory; as the only time of an arm it would keep the arm from being tried again for hundreds of rounds. On
+    a CPU nothing is compiled in a round (torch.compile does it at the engine's start), and the second round of every
+    arm would be one more that a useless head costs.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter,
+        shape: DraftShape,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        first_is_slow: bool = False,
+    ) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._first_is_slow = first_is_slow
+        self._idle = 0  # rounds since lookup drafted
+        self._ran: set[tuple[int, Arm]] = set()  # batch size and arm of earlier rounds
+        self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
+        self.set_shape(shape)
+
+    def start_from(self, known: Sequence[ArmTime]) -> None:
+        """Begins with these times of rounds, measured on this machine, in place of plain rounds and trials."""
+        self.choose_by(lambda most: AdaptiveShape(most, known))
+
+    def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
+        """Replaces the chooser. make_chooser: returns a chooser for the largest shape."""
+        self._make_chooser = make_chooser
+        self.set_shape(self._shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.inner.set_shape(shape)
+        self._shape, self.chooser = shape, self._make_chooser(shape)
+        self._round: tuple[Arm, DraftTree, float, float] | None = None
+
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
+        self.chooser.forget_acceptance()
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return self.inner.reach(shape, skips=True)
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        self._round = None
+        if not any(request.speculative for request in requests):
+            return self.inner.propose(requests, rows)
+        started = self._clock()
+        composed = self.inner if isinstance(self.inner, ComposedDrafter) else None
+        drafts = [] if composed is None or self._lookup_rests(len(requests)) else composed.lookups(requests)
+        arm = self.chooser.choose(requests, [lengths for _, lengths in drafts])
+        self._idle = 0 if isinstance(arm, LookupArm) else self._idle + 1
+        shape = arm.shape if isinstance(arm, LookupArm) else arm
+        if shape is not None:
+            self.inner.set_shape(shape)
+        if composed is not None and isinstance(arm, LookupArm):
+            cut = [tokens[:depth] for (tokens, _), depth in zip(drafts, self.chooser.depths, strict=True)]
+            tree = composed.compose(requests, rows, cut, head=shape is not None)
+        elif shape is None and self.chooser.probe_due:
+            tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
+            self.chooser.probed(requests, ranks)
+            started = self._clock()  # the time of a plain round excludes the probe
+        elif shape is None:
+            tree = self.inner.skip(requests, rows)
+        else:
+            tree = (self.inner if composed is None else composed.inner).propose(requests, rows)
+        self._round = (arm, tree, started, self._clock())
+        return tree
+
+    def _lookup_rests(self, rows: int) -> bool:
+        return rows > 1 and self._idle >= IDLE_ROUNDS and self._idle % SEARCH_EVERY > 0
+
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        self.inner.observe(requests, result)
+        if self._round is None:
+            return
+        arm, tree, started, proposed = self._round
+        self._round = None
+        headed = self.inner.ends_chains and not isinstance(arm, LookupArm)
+        ran = arm if tree.nodes > 1 or headed else None  # n-gram lookup may have found nothing for any row
+        kind = batch_bucket(len(requests)), ran
+        timed = not self._first_is_slow or kind in self._ran
+        self._ran.add(kind)
+        self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed, timed)

@@ -33,40 +33,13 @@ from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.draft_rollout import DraftRollout
-from toolkit.infer.drafters.draft_sampling import Draws
+from toolkit.infer.drafters.draft_rollout import DraftRollout, Draws
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.targets.target import Target
-
-DEFAULT_SHAPE = DraftShape.chain(4)
-
-
-def drafts_at_once(draft: DraftCheckpoint | NgramLookup | None) -> int:
-    """Returns how many tokens a block drafter drafts at once; 0 for any other draft."""
-    return draft.head.config.drafts_at_once if isinstance(draft, DraftCheckpoint) else 0
-
-
-def says_confidence(draft: DraftCheckpoint) -> bool:
-    """Returns whether the head says how sure a draft is."""
-    return isinstance(draft.head, DSparkHead) and draft.head.has_confidence
-
-
-def default_shape(draft: DraftCheckpoint | NgramLookup | None) -> DraftShape:
-    """Returns a chain of 4, or of as many tokens as a block drafter drafts at once."""
-    return DraftShape.chain(drafts_at_once(draft)) if drafts_at_once(draft) else DEFAULT_SHAPE
-
-
-def drafted_shapes(draft: DraftCheckpoint | NgramLookup, shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns those of `shapes` that the draft can draft: of lookup chains, of a block those no deeper than it."""
-    if isinstance(draft, NgramLookup):
-        return [one for one in shapes if one.is_chain]
-    most = drafts_at_once(draft)
-    return [one for one in shapes if not most or one.num_steps <= most]
 
 
 class BlockReader(HeadReader):

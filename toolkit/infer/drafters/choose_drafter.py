@@ -1,26 +1,50 @@
-"""Choose the drafter for a draft head, n-gram lookup or neither."""
+"""What a draft (a head, n-gram lookup or neither) can draft, and the drafter for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.dspark import DSparkHead
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.block_drafter import BlockDrafter
-from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, ComposedDrafter
-from toolkit.infer.drafters.draft_sampling import Draws
+from toolkit.infer.drafters.draft_rollout import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.drafters.lookup import SuffixAutomaton
-from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
+from toolkit.infer.drafters.lookup import MOST_DEPTH, ComposedDrafter, NgramDrafter, NgramLookup, SuffixAutomaton
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
 Draft = DraftCheckpoint | NgramLookup
+DEFAULT_SHAPE = DraftShape.chain(4)
+
+
+def drafts_at_once(draft: Draft | None) -> int:
+    """Returns how many tokens a block drafter drafts at once; 0 for any other draft."""
+    return draft.head.config.drafts_at_once if isinstance(draft, DraftCheckpoint) else 0
+
+
+def says_confidence(draft: DraftCheckpoint) -> bool:
+    """Returns whether the head says how sure a draft is."""
+    return isinstance(draft.head, DSparkHead) and draft.head.has_confidence
+
+
+def default_shape(draft: Draft | None) -> DraftShape:
+    """Returns a chain of 4, or of as many tokens as a block drafter drafts at once."""
+    return DraftShape.chain(drafts_at_once(draft)) if drafts_at_once(draft) else DEFAULT_SHAPE
+
+
+def drafted_shapes(draft: Draft, shapes: Sequence[DraftShape]) -> list[DraftShape]:
+    """Returns those of `shapes` that the draft can draft: of lookup chains, of a block those no deeper than it."""
+    if isinstance(draft, NgramLookup):
+        return [one for one in shapes if one.is_chain]
+    most = drafts_at_once(draft)
+    return [one for one in shapes if not most or one.num_steps <= most]
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ def choose_drafter(
         return NoDrafter()
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
-        return NgramDrafter(draft, shape, target.device)
+        return NgramDrafter(draft, shape)
     kind = BlockDrafter if draft.head.config.drafts_at_once else HeadDrafter
     return kind(target, draft, shape, pool, draws=draws)
 

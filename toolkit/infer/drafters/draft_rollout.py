@@ -1,7 +1,8 @@
 """One round of drafting: the head reads the unread positions, then the drafted nodes, level by level.
 
 Shapes: B rows, P unread positions a row, M nodes a row (unread positions first, then drafted nodes as they are added),
-n nodes added at a time, H head hidden size, S stages of the head, D size of the draft vocabulary.
+n nodes added at a time, H head hidden size, S stages of the head, D size of the draft vocabulary, k beams,
+C candidates a row.
 
 A node is a token; the head reads it with the hidden state of the position before. With L tokens committed, x_{L-1} the
 root, and k the stage (MTP layer) from 0:
@@ -24,24 +25,72 @@ followed:
 
 Its drafts are the most probable tokens, also for requests that draw their drafts (rejection sampling). This is an
 approximation. It only decides when drafting is tried.
+
+A chain's next draft is the most probable token, or one drawn from the head's distribution q (`DraftSampling`). A tree
+is EAGLE-2's (arXiv 2406.16858): `draft_beams` expands the k best nodes level by level, `rerank` keeps the best
+candidates. Where a row has a grammar, the host reads the tokens of each level, and sets the head's logits of tokens
+outside of the grammar to -inf (`DraftMasks`), so that few drafts are cut afterwards:
+
+    committed {"a":      level 1 at the root   1 .6   x .3   "b" .1        x is masked: 1 and "b" are drafted
+                         level 2 at 1          , .7   } .2   x .1          by the state after {"a":1
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.draft_masks import DraftMasks
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import HeadReader
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import Candidates, root_beams
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, candidate_count
+from toolkit.infer.request.request import Request
 from toolkit.infer.request.upload import upload
+from toolkit.infer.verify.logits_processors import packed, unpacked
+from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
 PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
+Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
+
+
+class DraftMasks:
+    """The grammars of one round of drafting. ids [D]: the target ids of the draft vocabulary."""
+
+    def __init__(self, requests: Sequence[Request], ids: Tensor) -> None:
+        self._requests, self._ids = requests, ids
+        self._mask_bytes = next(one.grammar.mask_bytes for one in requests if one.grammar is not None)
+        self._paths: list[list[list[int]]] = [[[]] for _ in requests]  # by row and node of the level: its drafts
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], ids: Tensor) -> DraftMasks | None:
+        """None if no request has a grammar."""
+        return cls(requests, ids) if any(one.grammar is not None for one in requests) else None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Returns the logits [B, n, D] of the level, masked. They stay as they are at a node that nothing of the draft
+        vocabulary may follow: what is drafted there is cut later."""
+        masks: list[list[bytes | None]] = [
+            [None] * len(paths) if one.grammar is None else one.grammar.after(one.output_ids, paths)
+            for one, paths in zip(self._requests, self._paths, strict=True)
+        ]
+        allowed = unpacked(packed(masks, self._mask_bytes, self._ids.device))[..., self._ids]
+        return logits.masked_fill(~allowed & allowed.any(dim=-1, keepdim=True), -torch.inf)
+
+    def grow(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Takes the next level: tokens and parents [B, n], the place of each node's parent in the level above. None:
+        every level has one node."""
+        above = torch.zeros_like(tokens) if parents is None else parents
+        levels = torch.stack((tokens, above), dim=1).tolist()
+        self._paths = [
+            [[*paths[parent], token] for token, parent in zip(*level, strict=True)]
+            for paths, level in zip(self._paths, levels, strict=True)
+        ]
 
 
 class DraftRollout:
@@ -181,3 +230,103 @@ def _tables(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
     """Returns states [B, M, H] at the node numbers [B, n]: [B, n, H]."""
     return states.gather(1, numbers[:, :, None].expand(-1, -1, states.shape[2]))
+
+
+class DraftSampling:
+    """Chooses the drafts of one round: the most probable token in every row. Call it once per level, then ask for the
+    distributions drawn from."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Returns draft vocabulary ids [B, 1] for logits [B, 1, D]."""
+        return ops_for(logits.device.type).argmax(logits)
+
+    def proposal(self) -> Proposal | None:
+        """Returns the distributions; None if nothing was drawn."""
+        return None
+
+
+class DrawnTokens(DraftSampling):
+    """Draws the drafts of requests for which `draws` is true; other rows take the most probable token.
+
+    ids [D]: the target ids of the draft vocabulary. The request's temperature, top-k, top-p and min-p shape q too. The
+    output distribution is exact for any q, but this q is nearer to the target's p. The random numbers are independent
+    of the target's and of other rounds'.
+    """
+
+    def __init__(self, requests: Sequence[Request], ids: Tensor, draws: Draws) -> None:
+        sampled = [row for row, request in enumerate(requests) if draws(request)]
+        self._ids, self._batch = ids, len(requests)
+        self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
+        self._sampled = upload(sampled, ids.device, torch.long)
+        self._distributions = RowDistributions.of([requests[row].params for row in sampled], ids.device)
+        self._roots = upload([requests[row].length for row in sampled], ids.device, torch.long)[:, None]
+        self._drawn_from: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        best = logits.max(dim=-1).indices
+        q = self._distributions.probs(logits[self._sampled])
+        q = torch.where(q[..., :1].isnan(), 1 / q.shape[-1], q)  # a head with broken weights: all of a row is nan
+        positions = self._roots + len(self._drawn_from)
+        self._drawn_from.append(q)
+        drawn = draw_from(q[:, 0], self._distributions.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])
+        return best.index_copy(0, self._sampled, drawn[:, None])
+
+    def proposal(self) -> Proposal:
+        q = torch.cat(self._drawn_from, dim=1)
+        drawn = None if self._all else torch.zeros(self._batch, dtype=torch.bool, device=q.device)
+        if drawn is not None:
+            drawn[self._sampled] = True
+        return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._sampled, q), self._ids, drawn)
+
+
+def draft_sampling_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> DraftSampling:
+    """Returns the sampling of one round. draws None: no request ever draws."""
+    return DraftSampling() if draws is None or not any(map(draws, requests)) else DrawnTokens(requests, ids, draws)
+
+
+def draft_beams(
+    nodes: DraftRollout, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expands the k best nodes of each level by their k best children.
+
+    Returns the candidates in level order: tokens [B, C], parents [B, C] (candidate numbers, -1 for the root),
+    levels [C], scores [B, C] (cumulative log-probabilities). limits: a shape for each row; candidates outside a row's
+    shape get the score -inf. to_target [D]: the target ids of the draft vocabulary.
+    """
+    k, steps, rows, device = shape.top_k, shape.num_steps, len(nodes.tokens), to_target.device
+    ops, widths = ops_for(device.type), None if limits is None else _widths(limits, steps, device)
+    found = Candidates.empty(rows, candidate_count(steps, k), device)
+    beams, hidden, first = root_beams(nodes.sees), nodes.at_roots(), 0
+    for level in range(steps):
+        children = ops.top_log_probs(nodes.logits(hidden), k)  # [B, n, k] each
+        width = None if widths is None else widths[level]
+        last = level + 1 == steps
+        beams = ops.grow_beams(beams, *children, to_target, found, first, width, None if last else nodes.nodes)
+        first += children[0][0].numel()
+        if not last:
+            hidden = nodes.grow(hidden, beams.tokens, beams.parents, beams.sees)
+    return found.tokens, found.parents, levels_of(shape, device), found.scores
+
+
+def rerank(
+    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int], deepest: int
+) -> DraftTree:
+    """Runs the second phase: returns the tree of the best candidates. Arguments: `tree_reference.rank_candidates`."""
+    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
+    return DraftTree(
+        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
+    )
+
+
+def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.device) -> Tensor:
+    """Returns [steps, B]: how many children a node of each level has in the row's own shape."""
+    own = [(0, 0) if one is None else (one.num_steps, one.top_k) for one in limits]
+    return upload([[k if level < depth else 0 for depth, k in own] for level in range(steps)], device)
+
+
+@lru_cache(maxsize=4096)  # keeps the tensor alive: a recorded round reads it
+def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
+    """Returns the level of every candidate, [C] in level order."""
+    k = shape.top_k
+    sizes = [candidate_count(1, k)] + [k * k] * (shape.num_steps - 1)
+    return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -6,7 +6,7 @@ stages of the head. Of the inputs: R rows, P positions held a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import torch
@@ -199,6 +199,12 @@ class DraftInputs:
             every = torch.arange(rows, device=tokens.device)[:, None]
             places = upload(starts, tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
             self.features[every, places], self.tokens[every, places] = features, tokens
+
+    def set_first_tokens(self, tokens: Mapping[int, int]) -> None:
+        """Writes the token of the first position of some rows, by row."""
+        if tokens:
+            rows, first = upload([list(tokens), list(tokens.values())], self.tokens.device)
+            self.tokens[rows, 0] = first
 
     def move_row(self, destination: int, source: int) -> None:
         for held in self.stores:

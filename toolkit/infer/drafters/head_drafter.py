@@ -27,13 +27,18 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.beams import draft_beams, rerank
-from toolkit.infer.drafters.draft_masks import DraftMasks
-from toolkit.infer.drafters.draft_rollout import DraftRollout
-from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
+from toolkit.infer.drafters.draft_rollout import (
+    DraftMasks,
+    DraftRollout,
+    DraftSampling,
+    Draws,
+    draft_beams,
+    draft_sampling_for,
+    rerank,
+)
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
@@ -119,9 +124,8 @@ class HeadDrafter(Drafter):
         last = upload([request.unread - 1 for request in requests], self._device)
         if whole:
             inputs.features[here, 0] = features[every, last]
-            for row, request in enumerate(requests, start=first_row):
-                if request.output_ids:  # the request was preempted and lost its pages
-                    inputs.tokens[row, 0] = request.output_ids[-1]
+            preempted = {row: one.output_ids[-1] for row, one in enumerate(requests, start=first_row) if one.output_ids}
+            inputs.set_first_tokens(preempted)  # they lost their pages
         starts = [request.n_read for request in requests]
         texts = unread_tokens(requests, tokens + stages, self._device)
         at = upload(starts, self._device)[:, None] + torch.arange(tokens, device=self._device)
@@ -146,11 +150,10 @@ class HeadDrafter(Drafter):
 
     def first_tokens(self, requests: Sequence[Request]) -> None:
         """Stores the first sampled token as the one after a prompt's last position; `admit` did not know it."""
-        for row, request in enumerate(requests):
-            if len(request.output_ids) == 1:
-                self.inputs.tokens[row, 0] = request.output_ids[0]
+        first = {row: one.output_ids[0] for row, one in enumerate(requests) if len(one.output_ids) == 1}
+        self.inputs.set_first_tokens(first)
 
-    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
+    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: AcceptedPath, committed: Tensor) -> None:
         """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
 
         committed [B]: number of tokens each row committed; 0 for padding rows.
@@ -235,7 +238,7 @@ class HeadDrafter(Drafter):
         """
         nodes = self._read_unread(rows, max(self.unread[: len(requests)]), self.shape)
         if self.shape.is_chain:
-            tokens = self._draft_chain(nodes, self.shape, BestTokens())
+            tokens = self._draft_chain(nodes, self.shape, DraftSampling())
             number = torch.arange(self.shape.num_steps, device=self._device).expand_as(tokens)
             parents, scores = number - 1, -number.float()
         else:

@@ -5,6 +5,7 @@ whole text links to the state of its longest suffix that occurred before (Blumer
 40, 1985; for drafting: Hu et al., SAM decoding, arXiv 2411.10666):
 
     text     the cat sat on the mat . the cat        suffix "the cat", length 2, that ended at position 2
+    drafts                                    sat on the mat
 
 Every token that the target writes shows whether lookup would have drafted it, whatever was drafted. So the rates below
 cost no verify step:
@@ -14,45 +15,61 @@ cost no verify step:
 A draft that starts at a match of n tokens is at a match of n + j tokens after j right ones. Its expected accept_length
 is 1 + r(n) + r(n) r(n + 1) + ...
 
-`LookupChoice` chooses in every round how deep lookup drafts, and whether the head drafts too (`composed_drafter.py`):
+Two drafters look up. `NgramDrafter` has no head. `ComposedDrafter` has one: lookup costs the host some microseconds a
+token, the head a forward per level. Text that repeats itself (code, quotes, lists, tables) gives lookup long drafts;
+elsewhere it has none and the head drafts.
 
-    tokens per second of a row = harmonic mean over the rows of max(lookup's expected accept_length, the head's)
-                                 / seconds of the round
+    row 0    root ── a ── b ── c ── d        lookup: the text after an earlier occurrence of its end
+    row 1    root ── e ── g                  the head's tree
+                 └── f
 
-The harmonic mean, because it is the time of a token that counts: rows without a match wait for a round with more nodes,
-and rows that get ahead leave a batch that is not full. Closed batches of 16 rows took 5 % longer than plain decoding
-with the mean, up to 7 % with the median.
+A row has one of the two, not both in one tree. With a fixed shape it drafts by lookup wherever the expected
+accept_length of that is above LEAST_LENGTH, a chain with as many nodes as the shape. Adaptive drafting chooses the
+depth, and whether the head runs (`adaptive.py`).
 
-The head's shape is the one that adaptive drafting has just chosen, or None. Lookup's expected lengths differ in every
-round, because the matches do; they are learned from every token, so lookup needs no probes. Its costs are those of
-verifying its nodes (step_costs.py). Where depth 1 seems not to pay, it runs once in RETRY rounds that search the texts,
-so that one slow round does not end lookup; deeper drafts follow when a shallower one has been measured.
+The verify rules stay exact: lookup's drafts depend on the committed tokens only, as the best tokens of a head do. Rows
+whose drafts were drawn from the head's distribution keep it; rows with lookup's drafts are verified by the target's
+draws (`Proposal.drawn`).
+
+Shapes: B rows, N nodes a row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from toolkit.infer.drafters.step_costs import Arm, LookupArm, Shape, StepCosts
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from toolkit.infer.attention.metadata import FEW
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks, NoDrafter, WrappedDrafter
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, chain_tree, root_only, without_padding
 from toolkit.infer.request.request import Request
+from toolkit.infer.request.upload import upload
 
 MOST_LINKS = 32  # states whose latest place is updated per token: a text of one repeated token has a state per length
 SEPARATOR = -1  # ends each text of a corpus: no text continues into the next one
-MOST_READ = 32768  # tokens of a prompt that are searched: an automaton takes some 450 bytes a token
+MOST_READ = 32768  # last tokens of a request that are searched: an automaton takes some 450 bytes a token
+READ_AT_ONCE = 2048  # tokens of all rows that are read in one round, some milliseconds; the rest in the next ones
+LEAST_READ = 64  # tokens of a row that are read whatever the others leave of READ_AT_ONCE
 CONTEXT = 16  # tokens of a prompt's end that are searched in a corpus
 LENGTHS = (1, 2, 3, 4, 6, 9, 16)  # the shortest match of each class
 FIRST_RATES = (0.2, 0.5, 0.6, 0.7, 0.75, 0.85, 0.95)  # by class, before any try: the demo target's on 104 prompts
 GUESS_WEIGHT, REQUEST_WEIGHT = 8.0, 8.0  # weight, in tries, of FIRST_RATES, and of the engine's rates in a request's
 MEMORY = 256  # number of tries in which an old try loses 63 % of its weight
-DEPTHS = (1, 2, 3, 4, 6, 8, 11, 15)
-RETRY, RETRY_LENGTH = 128, 1.4  # rounds between retries of depth 1, and the expected accept_length that allows one
+MOST_DEPTH = FEW - 1  # tokens of lookup's longest draft with adaptive drafting; more nodes take a slower attention
+LEAST_LENGTH = 1.4  # expected accept_length from which lookup drafts in place of the head, with a fixed shape
 
-Lengths = Sequence[Sequence[float]]  # by row, the expected accept_length by depth from 0
+Drafts = list[list[int]]  # lookup's tokens by row; none: the head drafts there
 
 
 class Match(NamedTuple):
@@ -154,12 +171,12 @@ class MatchRates:
 
     def __init__(self, above: MatchRates | None = None) -> None:
         self._above = above
-        self._hits, self._tries = [0.0] * len(LENGTHS), [0.0] * len(LENGTHS)
+        self._correct, self._tries = [0.0] * len(LENGTHS), [0.0] * len(LENGTHS)
 
     def add(self, length: int, right: bool) -> None:
         """Adds a token that followed a match of `length` tokens."""
         one, keep = _class_of(length), 1 - 1 / MEMORY
-        self._hits[one] = self._hits[one] * keep + right
+        self._correct[one] = self._correct[one] * keep + right
         self._tries[one] = self._tries[one] * keep + 1
         if self._above is not None:
             self._above.add(length, right)
@@ -167,12 +184,12 @@ class MatchRates:
     def rates(self) -> list[float]:
         """Returns the rates by class."""
         start, weight = (FIRST_RATES, GUESS_WEIGHT) if self._above is None else (self._above.rates(), REQUEST_WEIGHT)
-        columns = zip(start, self._hits, self._tries, strict=True)
-        return [(weight * guess + hits) / (weight + tries) for guess, hits, tries in columns]
+        columns = zip(start, self._correct, self._tries, strict=True)
+        return [(weight * guess + correct) / (weight + tries) for guess, correct, tries in columns]
 
 
 class SuffixLookup:
-    """The drafts of one request. Every token of the request is read once, but of a long prompt only the end.
+    """The drafts of one request. Every token of the request is read once, but of a long text only the end.
 
     engine_rates: of all requests, in their own text and in the corpus. corpus: texts that each end with SEPARATOR.
     least: tokens of the shortest match that is drafted from.
@@ -185,54 +202,57 @@ class SuffixLookup:
         self._corpus, self._at = corpus, (0, 0)  # the state of the text's end in the corpus, and its length
         self._rates = [MatchRates(above) for above in engine_rates]
         self._least = least
-        self._read = 0  # tokens of the request
+        self._read = self._counted = 0  # tokens of the request; before `_counted` they update no rates
+        self._behind = True  # not all tokens are read
 
-    def read(self, request: Request) -> list[bool | None]:
-        """Reads the request's new tokens. Those after the answer's first one update the rates.
+    def read(self, request: Request, most: int = MOST_READ) -> list[bool | None]:
+        """Reads up to `most` of the request's new tokens. Those after the answer's first one update the rates.
 
         Returns for each of these whether lookup would have drafted it; None where it had no match."""
         if self._read == 0:
-            known = [*request.prompt_ids, *request.output_ids[:1]]
-            self.text.extend(known[-MOST_READ:])
-            for token in known[-CONTEXT:]:
-                self._follow(token)
-            self._read = len(known)
+            self._counted = len(request.prompt_ids) + 1
+            self._read = max(0, request.length - MOST_READ)
+        elif len(self.text.tokens) >= 2 * MOST_READ:  # begin again with the end of the text
+            self._counted, self._read = self._read, self._read - MOST_READ
+            self.text = SuffixAutomaton()
+        begin, prompt = self._read, len(request.prompt_ids)
+        self._read = end = min(request.length, begin + most)
+        self._behind = end < request.length
+        new = [*request.prompt_ids[begin:end], *request.output_ids[max(0, begin - prompt) : max(0, end - prompt)]]
         drafted: list[bool | None] = []
-        for token in request.output_ids[self._read - len(request.prompt_ids) :]:
-            right = None
-            for text, match, rates in self._matches():
-                right = text.tokens[match.place] == token
-                rates.add(match.length, right)
-            drafted.append(right)
+        for at, token in enumerate(new, start=begin):
+            if at >= self._counted:
+                right = None
+                for text, match, rates in self._matches():
+                    right = text.tokens[match.place] == token
+                    rates.add(match.length, right)
+                drafted.append(right)
             self.text.append(token)
-            self._follow(token)
-            self._read += 1
+            if self._corpus is not None and at >= self._counted - CONTEXT:
+                self._at = self._corpus.follow(*self._at, token)
         return drafted
-
-    def _follow(self, token: int) -> None:
-        if self._corpus is not None:
-            self._at = self._corpus.follow(*self._at, token)
 
     def _matches(self) -> Iterator[tuple[SuffixAutomaton, Match, MatchRates]]:
         """Yields the match in the request's own text, then the one in the corpus."""
-        found = [(self.text, self.text.match())]
+        matches = [(self.text, self.text.match())]
         if self._corpus is not None:
-            found.append((self._corpus, self._corpus.match_at(*self._at)))
-        for (text, match), rates in zip(found, self._rates, strict=False):
+            matches.append((self._corpus, self._corpus.match_at(*self._at)))
+        for (text, match), rates in zip(matches, self._rates, strict=False):
             if match is not None and match.length >= self._least:
                 yield text, match, rates
 
     def draft(self, depth: int) -> tuple[list[int], list[float]]:
         """Returns up to `depth` tokens and the expected accept_length of their first 0, 1, .. tokens.
 
-        Without a match there are no tokens, and the lengths are [1.0]. At the end of the request's text a draft
-        continues with its own tokens, so a loop is drafted to any length. A text of the corpus ends.
+        Without a match there are no tokens, and the lengths are [1.0]; also before all of a long prompt is read. At the
+        end of the request's text a draft continues with its own tokens, so a loop is drafted to any length. A text of
+        the corpus ends.
         """
         best: tuple[list[int], list[float]] = ([], [1.0])
-        for text, match, rates in self._matches():
+        for text, match, rates in [] if self._behind else self._matches():
             tokens = text.continuation(match.place, depth)
             by_class = rates.rates()
-            reached = accumulate((by_class[_class_of(match.length + one)] for one in range(len(tokens))), mul)
+            reached = accumulate((by_class[_class_of(match.length + more)] for more in range(len(tokens))), mul)
             lengths = list(accumulate(reached, initial=1.0))
             if lengths[-1] > best[1][-1]:
                 best = tokens, lengths
@@ -244,65 +264,152 @@ def _class_of(length: int) -> int:
     return bisect_right(LENGTHS, length) - 1
 
 
-class LookupChoice:
-    """Compares lookup's drafts with the choice for the head."""
+class Lookups:
+    """The lookups of the running requests. Arguments as of SuffixLookup."""
 
-    def __init__(self) -> None:
-        self._rounds, self._last = 0, -RETRY
+    def __init__(self, corpus: SuffixAutomaton | None = None, least: int = 1) -> None:
+        self._corpus, self._least = corpus, least
+        self.forget_rates()
+        self._texts: WeakKeyDictionary[Request, SuffixLookup] = WeakKeyDictionary()
 
-    def choose(
-        self,
-        lookup: Lengths,
-        shape: Shape,
-        head: Sequence[float],
-        costs: StepCosts,
-        margin: float,
-    ) -> tuple[list[int], LookupArm] | None:
-        """Returns the depth of lookup by row (0: none) and the round to run; None: draft `shape` in all rows.
+    def forget_rates(self) -> None:
+        """Starts again with the rates of all requests, as after new weights."""
+        self._rates = [MatchRates(), MatchRates()]
 
-        lookup: expected accept_length of lookup's drafts. head: by row, that of `shape`. margin: the least factor by
-        which drafting must be faster than plain decoding.
+    def read(self, requests: Sequence[Request]) -> list[list[bool | None]]:
+        """Reads the new tokens, of long texts a part. Returns those of SuffixLookup.read; none of plain requests."""
+        known, self._texts = self._texts, WeakKeyDictionary()
+        left = READ_AT_ONCE
+        drafted: list[list[bool | None]] = []
+        for request in requests:
+            drafted.append([])
+            if request.speculative:
+                text = self._texts[request] = known.get(request) or SuffixLookup(self._rates, self._corpus, self._least)
+                before = len(text.text.tokens)
+                drafted[-1] = text.read(request, max(left, LEAST_READ))
+                left -= max(0, len(text.text.tokens) - before)
+        return drafted
+
+    def draft(self, request: Request, depth: int) -> tuple[list[int], list[float]]:
+        """As SuffixLookup.draft; no tokens for a request that is not speculative."""
+        return self._texts[request].draft(depth) if request.speculative else ([], [1.0])
+
+
+@dataclass(frozen=True)
+class NgramLookup:
+    """The settings of n-gram lookup, given in place of a head. min_n: tokens of the shortest match."""
+
+    min_n: int = 2
+
+    @property
+    def kind(self) -> str:
+        return "ngram"
+
+
+class NgramDrafter(NoDrafter):
+    """Drafts chains as deep as the shape from the requests' own tokens. A row without a match gets its root only."""
+
+    def __init__(self, lookup: NgramLookup, shape: DraftShape) -> None:
+        self._texts = Lookups(least=lookup.min_n)
+        self.set_shape(shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.shape = shape
+
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
+        """Looks up every token since the last probe or draft, with the text before it."""
+        # A single row without a match runs a plain round.
+        ranks = [
+            [0 if right else width for right in drafted if right is not None or len(requests) > 1]
+            for drafted in self._texts.read(requests)
+        ]
+        return root_only(rows.roots), ranks
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        self._texts.read(requests)
+        shapes = [self.shape if one.shape is None else one.shape.within(self.shape) for one in requests]
+        drafts = [self._texts.draft(*pair)[0] for pair in zip(requests, (s.num_steps for s in shapes), strict=True)]
+        return with_chains(root_only(rows.roots), rows.roots, drafts) if any(drafts) else root_only(rows.roots)
+
+
+class ComposedDrafter(WrappedDrafter):
+    """Drafts by lookup or by `inner`, a drafter with a head.
+
+    depth: tokens of lookup's longest draft; None: as many as `shape` has drafted nodes. corpus: searched too.
+    """
+
+    def __init__(
+        self, inner: Drafter, shape: DraftShape, depth: int | None = None, corpus: SuffixAutomaton | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._depth, self._texts, self.shape = depth, Lookups(corpus), shape
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.inner.set_shape(shape)
+        self.shape = shape
+
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
+        self._texts.forget_rates()
+
+    def depth(self, shape: DraftShape) -> int:
+        """Returns the number of tokens of lookup's longest draft beside `shape`."""
+        return shape.num_draft_tokens - 1 if self._depth is None else self._depth
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        # The head may not run for a while, and a step of lookup commits up to depth + 1 tokens.
+        return self.inner.reach(shape, skips=True) + self.depth(shape) + 1
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        found = self.lookups(requests)
+        drafts = [tokens if lengths[-1] >= LEAST_LENGTH else [] for tokens, lengths in found]
+        return self.compose(requests, rows, drafts)
+
+    def lookups(self, requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
+        """Returns lookup's draft for every row, and its expected accept_length by depth from 0."""
+        self._texts.read(requests)
+        most = self.depth(self.shape)
+        depths = [most if one.shape is None else min(most, one.shape.num_draft_tokens - 1) for one in requests]
+        return [self._texts.draft(request, depth) for request, depth in zip(requests, depths, strict=True)]
+
+    def compose(self, requests: Sequence[Request], rows: RoundRows, drafts: Drafts, *, head: bool = True) -> DraftTree:
+        """Returns a tree for every row: lookup's chain where `drafts` has one, the head's elsewhere.
+
+        head: False: rows without a draft of lookup get their root only. The head also rests if no row is left to it.
         """
-        self._rounds += 1
-        if all(len(one) == 1 for one in lookup):
-            return None
-        batch, deepest = len(lookup), max(map(len, lookup)) - 1
-        shapes: list[Shape] = [None, *([] if shape is None else [shape])]
-        rounds = {LookupArm(one, depth): depth for one in shapes for depth in DEPTHS if depth <= deepest}
-        arms: list[Arm] = [None, shape, *rounds]
-        known = costs.all(batch, arms)
-        current = _mean(head) / known[shape] if shape in known else 0.0
-        floor = max(current, margin / known[None])
-        speeds = {
-            arm: _mean(_lengths(lookup, rounds[arm], head if arm.shape else None)) / seconds
-            for arm, seconds in known.items()
-            if isinstance(arm, LookupArm)
-        }
-        best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] <= floor:
-            least = LookupArm(None, 1)
-            due = self._rounds - self._last >= RETRY and _mean(_lengths(lookup, 1, None)) >= RETRY_LENGTH
-            if not due:
-                return None
-            best = least
-        self._last = self._rounds
-        depth = rounds[best]
-        mine = _lengths(lookup, depth, None)
-        theirs = head if best.shape else [1.0] * batch
-        depths = [min(depth, len(one) - 1) if a > b else 0 for one, a, b in zip(lookup, mine, theirs, strict=True)]
-        if not any(depths):
-            return None
-        # Without a row for the head, the round is one of lookup alone: its time says nothing of the head.
-        left = best.shape is not None and any(b > 1 for own, b in zip(depths, theirs, strict=True) if own == 0)
-        return depths, LookupArm(best.shape if left else None, max(depths))
+        head_skips = not head or all(draft or not one.speculative for draft, one in zip(drafts, requests, strict=True))
+        tree = (self.inner.skip if head_skips else self.inner.propose)(requests, rows)
+        return with_chains(tree, rows.roots, drafts) if any(drafts) else tree
 
 
-def _mean(lengths: Sequence[float]) -> float:
-    """Returns the harmonic mean; statistics.harmonic_mean takes ten times as long."""
-    return len(lengths) / sum(1 / one for one in lengths)
+def with_chains(tree: DraftTree, roots: Tensor, drafts: Drafts) -> DraftTree:
+    """Returns `tree` with the rows that have drafts replaced by chains of these tokens. roots [B]."""
+    nodes = max(tree.nodes, 1 + max(map(len, drafts)))
+    tokens = upload([draft + [0] * (nodes - 1 - len(draft)) for draft in drafts], roots.device)
+    chains = chain_tree(roots, tokens, [len(draft) for draft in drafts])
+    chained = upload([bool(draft) for draft in drafts], roots.device)
+    more = nodes - tree.nodes
+    # Padding nodes are not valid: children of the root, or the next ones of a chain.
+    head_rows = (
+        pad(tree.tokens, (0, more)),
+        chains.parents if tree.is_chain else pad(tree.parents, (0, more)),
+        chains.depths if tree.is_chain else pad(tree.depths, (0, more), value=1),
+        pad(tree.mask, (0, more, 0, more)),
+        pad(tree.valid, (0, more)),
+    )
+    lookup_rows = (chains.tokens, chains.parents, chains.depths, chains.mask, chains.valid)
+    tokens, parents, depths, mask, valid = (
+        torch.where(chained.view(-1, *[1] * (of_head.dim() - 1)), of_lookup, of_head)
+        for of_head, of_lookup in zip(head_rows, lookup_rows, strict=True)
+    )
+    deepest = max(tree.deepest, *map(len, drafts))
+    return DraftTree(
+        tokens, parents, depths, without_padding(mask, valid), valid, deepest, tree.is_chain,
+        None if tree.proposal is None else _of_rows(tree.proposal, ~chained, more),
+    )  # fmt: skip
 
 
-def _lengths(lookup: Lengths, depth: int, head: Sequence[float] | None) -> list[float]:
-    """Returns the expected accept_length of each row if lookup drafts `depth` tokens and the head the other rows."""
-    mine = [one[min(depth, len(one) - 1)] for one in lookup]
-    return mine if head is None else [max(pair) for pair in zip(mine, head, strict=True)]
+def _of_rows(proposal: Proposal, rows: Tensor, more: int) -> Proposal:
+    """Returns the distributions of the drafts in `rows` [B] (bool) only, for `more` nodes more."""
+    drawn = rows if proposal.drawn is None else proposal.drawn & rows
+    return replace(proposal, q=pad(proposal.q, (0, 0, 0, more)), drawn=drawn)

@@ -24,8 +24,14 @@ from toolkit.infer.cache.cache_manager import KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.block_drafter import default_shape
-from toolkit.infer.drafters.choose_drafter import Draft, Lookup, cached_token_bytes, choose_drafter, with_choices
+from toolkit.infer.drafters.choose_drafter import (
+    Draft,
+    Lookup,
+    cached_token_bytes,
+    choose_drafter,
+    default_shape,
+    with_choices,
+)
 from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.lookup import SuffixAutomaton
@@ -45,8 +51,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import Grammars
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, checked_prompt, one_for_each
-from toolkit.infer.verify.forced import ForcedAcceptance
-from toolkit.infer.verify.verifiers import choose_verifier
+from toolkit.infer.verify.verifiers import ForcedAcceptance, choose_verifier
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit

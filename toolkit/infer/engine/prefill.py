@@ -184,5 +184,5 @@ def chunk_of(unread: int, most: int, lookahead: int) -> int:
     """
     if unread <= most:
         return unread
-    behind = max(unread - most, lookahead)
-    return unread - behind if unread > behind else unread
+    rest = max(unread - most, lookahead)
+    return unread - rest if unread > rest else unread

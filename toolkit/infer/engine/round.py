@@ -46,12 +46,11 @@ from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import Kind, Recorded
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import NOT_FINITE, Request, VerifyEvent
-from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
-from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
+from toolkit.infer.verify.verifiers import ForcedAcceptance, Verifier, VerifyResult, follow, nodes_at_once, read_result
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class RoundContext:
 
 def run_round(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
-) -> tuple[Followed, Choices]:
+) -> tuple[AcceptedPath, Choices]:
     """Draft, verify and commit on the device. Returns the accepted paths and the target's token at every node.
 
     The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
@@ -113,13 +112,13 @@ def choose_tokens(
     return Choices.joined([sampler(logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)])
 
 
-def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
+def compact(cache: KVCache, rows: RoundRows, followed: AcceptedPath) -> None:
     """Move the KV entries of accepted nodes to the positions of plain decoding."""
     ops, places = ops_for(rows.table.device.type), (rows.table, rows.page_size, rows.lengths)
     ops.compact(cache.keys, cache.values, *places, followed.path, followed.accepted)
 
 
-def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
+def advance(rows: RoundRows, followed: AcceptedPath, committed: Tensor) -> None:
     """Advance lengths and roots of the rows by `committed` [B] tokens. Padding rows do not change."""
     torch.mul(followed.tokens.gather(1, followed.accepted[:, None])[:, 0], rows.real, out=rows.roots)
     rows.lengths.add_(committed)
@@ -303,7 +302,7 @@ class Rounds:
         recorded = graph[1]
         recorded.replay()
         numbers = HostCopy(recorded.numbers[: len(requests)])
-        return InFlight(requests, states, lambda: read_result(Followed(numbers.read())), graph)
+        return InFlight(requests, states, lambda: read_result(AcceptedPath(numbers.read())), graph)
 
     def _launch_after(self, landing: InFlight) -> InFlight | None:
         """Launch the next round of the same rows, from the state that `landing` leaves on the device.

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.infer.attention.metadata import FEW, prompt_metadata, tree_metadata
 from toolkit.infer.cache.round_state import RoundRows, RoundState
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.draft_sampling import BestTokens
+from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import CATCH_UP
 from toolkit.infer.engine.round import RoundContext, run_round
@@ -120,7 +120,7 @@ def _propose(context: RoundContext, rows: RoundRows, shape: DraftShape | None) -
         return root_only(rows.roots)
     if head is not None:
         head.inputs.hold(count, shape.num_steps + 1)
-        return head.draft(rows, shape, [shape, DraftShape.chain(1)][:count], BestTokens(), shape.num_steps + 1)
+        return head.draft(rows, shape, [shape, DraftShape.chain(1)][:count], DraftSampling(), shape.num_steps + 1)
     drafts = torch.zeros(count, shape.num_draft_tokens - 1, dtype=torch.long, device=rows.roots.device)
     return chain_tree(rows.roots, drafts, [drafts.shape[1]] * count)
 
@@ -134,7 +134,7 @@ def _choose(context: RoundContext, hidden: Tensor, widths: set[int]) -> None:
     logits, head, device = context.forward.target.logits(hidden), context.head, hidden.device
     greedy(logits.float())
     params = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
-    RowDistributions([params], device).draw(logits, torch.zeros(1, 1, dtype=torch.long, device=device))
+    RowDistributions.of([params], device).draw(logits, torch.zeros(1, 1, dtype=torch.long, device=device))
     if head is not None:
         states = torch.zeros(1, 1, head.reader.head.config.hidden_size, dtype=head.reader.dtype, device=device)
         for width in sorted(widths):

@@ -98,15 +98,16 @@ class CompiledForward:
     def compile_all(self, max_rows: int) -> None:
         """Compile all programs of eager rounds of up to `max_rows` rows."""
         device, lengths = self._forward.target.device, (1, SEVERAL_TOKENS)
+        metadata: Any = UncachedMetadata()
         with self.running():
             for rows in (1, SEVERAL_ROWS)[: min(max_rows, 2)]:
                 for tokens in lengths:
                     ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
                     at = torch.arange(tokens, device=device).repeat(rows, 1)
-                    self._forward(ids, at, UncachedMetadata())
+                    self._forward(ids, at, metadata)
             if self._reader is not None:
                 for tokens in lengths:
-                    self._reader.read_example(tokens, UncachedMetadata())
+                    self._reader.read_example(tokens, metadata)
 
     def around(self, run: Callable[[], None]) -> Callable[[], None]:
         """`run` with target and head compiled."""

@@ -18,7 +18,7 @@ from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import Capture, Kind, Recorded, Recordings, RunRound, buckets_up_to
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.logit_edits import is_edited
+from toolkit.infer.verify.logits_processors import is_edited
 from toolkit.infer.verify.verifiers import Verifier
 from toolkit.log import get_logger
 

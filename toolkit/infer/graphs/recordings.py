@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundRows, RoundState
-from toolkit.infer.drafters.draft_sampling import BestTokens
+from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
-from toolkit.infer.verify.sampler import Choices, NodeSampler, greedy
-from toolkit.infer.verify.token_distribution import RowDistributions
+from toolkit.infer.verify.sampler import NodeSampler, recorded_sampler
 from toolkit.log import Progress, get_logger
 
 logger = get_logger(__name__)
@@ -37,7 +36,7 @@ Run = Callable[[], None]
 # Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
 Capture = Callable[[Run], Run]
 Propose = Callable[[RoundRows], DraftTree]
-# The engine's round. Returns `Followed.numbers` of the accepted paths.
+# The engine's round. Returns `AcceptedPath.numbers` of the accepted paths.
 RunRound = Callable[[RoundRows, Propose, NodeSampler], Tensor]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
@@ -100,32 +99,6 @@ def _told(error: BaseException) -> str:
     )
 
 
-class StaticDistributions(RowDistributions):
-    """cut: rows may have top-k, top-p or min-p. Their values are known at replay only, so the cut reads the whole
-    vocabulary. A draw is a function of (seed, position, logits): there is no generator state."""
-
-    def __init__(self, state: RoundState, rows: int, *, cut: bool) -> None:
-        self._temperature, self._min_p = state.temperature[:rows], state.min_p[:rows]
-        self._top_p, self._top_k = state.top_p[:rows], state.top_k[:rows]
-        self._seeds = state.seeds[:rows, None]
-        self._cut = cut
-
-    def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
-        return (size,)
-
-
-class StaticSampler:
-    """The NodeSampler of a captured round. cut: as in StaticDistributions; None: all rows are greedy."""
-
-    def __init__(self, state: RoundState, rows: int, cut: bool | None) -> None:
-        self._hot = state.hot[:rows, None]
-        self._distributions = None if cut is None else StaticDistributions(state, rows, cut=cut)
-
-    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
-        best = greedy(logits)
-        if self._distributions is None:
-            return Choices(best, None)
-        return Choices(torch.where(self._hot, self._distributions.draw(logits, positions), best), None)
 
 
 def buckets_up_to(rows: int) -> list[int]:
@@ -155,7 +128,7 @@ class Kind:
 
 @dataclass
 class Recorded:
-    """A round and its graph. numbers: `Followed.numbers` of the last run or replay."""
+    """A round and its graph. numbers: `AcceptedPath.numbers` of the last run or replay."""
 
     round: Callable[[], Tensor]
     numbers: Tensor = field(init=False)
@@ -247,7 +220,7 @@ class Recordings:
 
     def _record(self, kind: Kind) -> Recorded:
         """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
-        rows, sampler = self.state.rows(kind.bucket), StaticSampler(self.state, kind.bucket, kind.cut)
+        rows, sampler = self.state.rows(kind.bucket), recorded_sampler(self.state, kind.bucket, kind.cut)
         recorded = Recorded(partial(self.run_round, rows, self._propose(kind), sampler))
         stores = [] if self.head is None else self.head.inputs.stores
         before = [store[: kind.bucket].clone() for store in stores]
@@ -267,4 +240,4 @@ class Recordings:
         if head is None or shape is None:
             return lambda rows: root_only(rows.roots)
         own, unread = [shape] * kind.bucket, shape.num_steps + 1
-        return lambda rows: head.draft(rows, shape, own, BestTokens(), unread)
+        return lambda rows: head.draft(rows, shape, own, DraftSampling(), unread)

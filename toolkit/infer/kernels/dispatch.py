@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.heads import layer_ops
 from toolkit.infer.kernels import batch_invariant, paged_reference, reference, sampling_reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
-from toolkit.infer.kernels.tree_reference import Beams, Followed, Ranked
+from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Ranked
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,7 +45,7 @@ class Ops:
     attend_tree: Callable[..., Tensor]
     attend_paths: Callable[..., Tensor]
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    follow_choices: Callable[..., Followed]
+    follow_choices: Callable[..., AcceptedPath]
     rms_norm: Callable[[Tensor, Tensor, float, float, bool], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated: Callable[[Tensor, Tensor], Tensor]

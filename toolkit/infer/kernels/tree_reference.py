@@ -19,7 +19,7 @@ from toolkit.infer.request.upload import upload
 
 
 @dataclass(frozen=True)
-class Followed:
+class AcceptedPath:
     """The accepted path of every row, root first; entries after the end of a row's path are those of node 0.
 
     numbers [B, 3 + 3 * A] int64: all fields in one tensor, which the host reads in one copy:
@@ -33,7 +33,7 @@ class Followed:
     numbers: Tensor
 
     @classmethod
-    def empty(cls, rows: int, longest: int, device: torch.device) -> Followed:
+    def empty(cls, rows: int, longest: int, device: torch.device) -> AcceptedPath:
         return cls(torch.empty(rows, 3 + 3 * longest, dtype=torch.long, device=device))
 
     def mark_nonfinite(self, hidden: Tensor) -> None:
@@ -67,7 +67,7 @@ def follow_choices(
     choices: Tensor,
     longest: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     """Follow the chosen tokens from the root: step to the child with the token chosen at its parent, until none fits.
 
     tokens, parents (-1 at the root), depths, choices: [B, N] int64. mask [B, N, N] bool: a node's row marks it and its
@@ -97,9 +97,9 @@ def follow_choices(
 
 def _side_by_side(
     accepted: Tensor, offered: Tensor, deepest: Tensor, path: Tensor, choices: Tensor, ranks: Tensor
-) -> Followed:
+) -> AcceptedPath:
     numbers = torch.stack((accepted, offered, deepest), dim=1)
-    return Followed(torch.cat((numbers, path, choices.gather(1, path), ranks), dim=1))
+    return AcceptedPath(torch.cat((numbers, path, choices.gather(1, path), ranks), dim=1))
 
 
 class Candidates(NamedTuple):

@@ -13,10 +13,8 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_d
 from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import TargetError, UnknownFamilyError
-from toolkit.infer.drafters.block_drafter import default_shape, says_confidence
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.lookup import SEPARATOR, SuffixAutomaton
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape, says_confidence
+from toolkit.infer.drafters.lookup import SEPARATOR, NgramLookup, SuffixAutomaton
 from toolkit.infer.engine.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.load.search_file import Found
 from toolkit.infer.request.draft_tree import DraftShape

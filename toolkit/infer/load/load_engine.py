@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, SearchedShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.searched_shape import SearchedShape
-from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.drafters.estimates import ArmTime
 from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine, memory_of
@@ -37,7 +36,7 @@ from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_work
 from toolkit.infer.parallel.ranks import Driver, ParallelError, RankLostError, Ranks, Worker
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
-from toolkit.infer.verify.forced import ForcedAcceptance
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 

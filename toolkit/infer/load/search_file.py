@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import smaller_shapes
-from toolkit.infer.drafters.searched_shape import GREEDY, SAMPLED
-from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED, smaller_shapes
+from toolkit.infer.drafters.estimates import ArmTime
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.log import get_logger

@@ -7,10 +7,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.lookup import Lengths
-from toolkit.infer.drafters.step_costs import Arm
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, Lengths
+from toolkit.infer.drafters.estimates import Arm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.parallel.ranks import (
     Abort,

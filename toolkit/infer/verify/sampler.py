@@ -17,23 +17,18 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.draft_tree import DraftTree
-from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.infer.request.upload import upload
-from toolkit.infer.verify.forced import ForcedAnswers
-from toolkit.infer.verify.grammar_masks import GrammarMasks
-from toolkit.infer.verify.logit_edits import LogitEdits, holds_stops, is_edited
+from toolkit.infer.verify.logits_processors import GrammarMasks, LogitEdits, below_min_tokens, is_edited
 from toolkit.infer.verify.token_distribution import RowDistributions
-from toolkit.infer.verify.verifiers import TARGET, Verifier, VerifyResult
-
-GREEDY = SamplingParams()
+from toolkit.infer.verify.verifiers import NO_TOKEN, TARGET, Verifier, VerifyResult
 
 
 @dataclass(frozen=True)
@@ -55,19 +50,13 @@ class Choices:
         return cls(torch.cat([part.tokens for part in parts], dim=1), NodeLogprobs.joined(kept) if kept else None)
 
 
-class NodeSampler(Protocol):
-    """Chooses the tokens of a round."""
-
-    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
-        """Returns the tokens after the nodes first .. first+n-1 of `tree`.
-
-        logits [B, n, V]. positions [B, n]: index in the sequence of the token to choose.
-        """
-        ...
+# (logits [B, n, V], positions [B, n]: index in the sequence of the token to choose, tree, first) -> the tokens after
+# the nodes first .. first+n-1 of `tree`.
+NodeSampler = Callable[..., Choices]
 
 
 class Sampler:
-    """The sampling parameters of the running rows as tensors. Built when the rows change, used in every step.
+    """The NodeSampler of some requests, by row. Built when the rows change, used in every step.
 
     Rows without penalties, bias, min_tokens and grammar skip the edits; greedy rows skip the draws. Call `cut` on every
     tree before the target reads it.
@@ -78,12 +67,16 @@ class Sampler:
     ) -> None:
         params = [request.params for request in requests]
         edited = [row for row, one in enumerate(requests) if is_edited(one) or one.grammar is not None]
-        self._plain_rows = _Rows([p if row not in edited else GREEDY for row, p in enumerate(params)], verifier, device)
+        sampled = [row for row, one in enumerate(params) if one.temperature > 0]
+        self._choose, self._all_sampled = verifier.choose, len(sampled) == len(params)
+        self._sampled = upload(sampled, device, torch.long)
+        self._distributions = RowDistributions.of([params[row] for row in sampled], device) if sampled else None
         self._edits = self._masks = None
         self._edited: Tensor | None = None
         if edited:
             self._edited = upload(edited, device, torch.long)
-            self._edited_rows = _Rows([params[row] for row in edited], verifier, device, edited)
+            both = [(sampled.index(row), at) for at, row in enumerate(edited) if row in sampled]
+            self._both = upload(both, device, torch.long).view(-1, 2).unbind(dim=1)  # places in `sampled`, in `edited`
         if any(map(is_edited, requests)):
             self._edits = LogitEdits(requests, edited, vocab_size, device)
         if any(one.grammar is not None for one in requests):
@@ -91,13 +84,13 @@ class Sampler:
         self._asking = [row for row, p in enumerate(params) if p.logprobs is not None]
         self._asking_rows = upload(self._asking, device, torch.long)
         self._most = max((p.logprobs or 0 for p in params), default=0)
-        self._holding = [request for request in requests if holds_stops(request)]
+        self._below_min = [request for request in requests if below_min_tokens(request)]
         self._forced = ForcedAnswers.of(requests, device)
 
     @property
     def outdated(self) -> bool:
         """True after a row has reached its min_tokens: a new Sampler may skip the edits of this row."""
-        return any(not holds_stops(request) for request in self._holding)
+        return any(not below_min_tokens(request) for request in self._below_min)
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """Returns the tree without drafts outside of the rows' grammars."""
@@ -105,15 +98,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
         """See `NodeSampler`."""
-        tokens = self._plain_rows(logits, positions, tree)
-        if self._edited is not None:
-            rows = self._edited
-            changed = logits[rows].float()
-            if self._edits is not None:
-                self._edits.apply(changed, positions[rows], tree, first)
-            if self._masks is not None:
-                self._masks.apply(changed, tree, first)
-            tokens = tokens.index_copy(0, rows, self._edited_rows(changed, positions[rows], tree))
+        tokens = self._tokens(logits, self._edit(logits, positions, tree, first), positions, tree)
         if self._forced is not None:
             tokens = self._forced(tokens, positions)
         if not self._asking:
@@ -121,32 +106,72 @@ class Sampler:
         rows = self._asking_rows
         return Choices(tokens, NodeLogprobs.of(self._asking, rows, self._most, logits[rows], tokens[rows]))
 
+    def _edit(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int) -> Tensor | None:
+        """Returns the edited logits of the edited rows, fp32; None if there are none."""
+        if self._edited is None:
+            return None
+        edited = logits[self._edited].float()
+        if self._edits is not None:
+            self._edits.apply(edited, positions[self._edited], tree, first)
+        if self._masks is not None:
+            self._masks.apply(edited, tree, first)
+        return edited
 
-class _Rows:
-    """Some rows of the batch; those with temperature > 0 draw. numbers: their row numbers in it (None: all rows)."""
+    def _tokens(self, logits: Tensor, edited: Tensor | None, positions: Tensor, tree: DraftTree) -> Tensor:
+        if self._distributions is None or not self._all_sampled:
+            tokens = greedy(logits)
+            if edited is not None and self._edited is not None:
+                tokens.index_copy_(0, self._edited, greedy(edited))
+            if self._distributions is None:
+                return tokens
+        rows = self._sampled
+        own = logits if self._all_sampled else logits[rows]
+        if edited is not None:
+            own = own.float().index_copy(0, self._both[0], edited[self._both[1]])
+        at = positions if self._all_sampled else positions[rows]
+        drawn = self._choose(self._distributions, own, at, tree, rows)
+        return drawn if self._all_sampled else tokens.index_copy_(0, rows, drawn)
 
-    def __init__(
-        self,
-        params: Sequence[SamplingParams],
-        verifier: Verifier,
-        device: torch.device,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        hot = [row for row, settings in enumerate(params) if settings.temperature > 0]
-        self._hot = upload(hot, device, torch.long)
-        self._all_hot = len(hot) == len(params)
-        self._numbers = self._hot if numbers is None else upload(numbers, device)[self._hot]
-        self._distributions = RowDistributions([params[row] for row in hot], device)
-        self._choose = verifier.choose
 
-    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree) -> Tensor:
-        """logits [R, n, V] and positions [R, n] of these rows, tree of the whole batch -> token ids [R, n]."""
-        if not len(self._hot):
-            return greedy(logits)
-        if self._all_hot:
-            return self._choose(self._distributions, logits, positions, tree, self._numbers)
-        chosen = self._choose(self._distributions, logits[self._hot], positions[self._hot], tree, self._numbers)
-        return greedy(logits).index_copy_(0, self._hot, chosen)
+def recorded_sampler(state: RoundState, rows: int, cut: bool | None) -> NodeSampler:
+    """Returns the NodeSampler of a captured round of `rows` rows without edits, whose settings are those of `state` at
+    the replay. cut: rows may have top-k, top-p or min-p; None: all rows are greedy."""
+    sampled = state.sampled[:rows, None]
+    names = ("temperature", "top_p", "top_k", "min_p", "seeds")
+    of_rows = {name: getattr(state, name)[:rows] for name in names}
+    distributions = None if cut is None else RowDistributions(**of_rows, cut=cut)
+
+    def choose(logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        best = greedy(logits)
+        if distributions is None:
+            return Choices(best, None)
+        return Choices(torch.where(sampled, distributions.draw(logits, positions), best), None)
+
+    return choose
+
+
+class ForcedAnswers:
+    """The tokens of `Request.forced_ids` in place of the target's choices, so that the accepted text is the answer.
+    Rows without forced ids keep the choices."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        answers = [torch.tensor(one.forced_ids or [NO_TOKEN]) for one in requests]
+        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=NO_TOKEN)
+        self._ids = padded.to(device)  # [B, L], L tokens of the longest answer
+        self._begins = upload([[len(one.prompt_ids)] for one in requests], device)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> ForcedAnswers | None:
+        """None if no request has forced ids."""
+        return cls(requests, device) if any(one.forced_ids for one in requests) else None
+
+    def __call__(self, choices: Tensor, positions: Tensor) -> Tensor:
+        """choices, positions [B, n]: the target's tokens and their indices in the sequence. Returns the tokens [B, n].
+
+        Nodes past the end of an answer keep the target's choice; the request ends before it."""
+        at = (positions - self._begins).clamp(max=self._ids.shape[1] - 1)
+        forced = self._ids.gather(1, at)
+        return torch.where(forced == NO_TOKEN, choices, forced)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -36,19 +37,42 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.upload import upload
 
 
+@dataclass(frozen=True)
 class RowDistributions:
-    """Temperature, top-k, top-p, min-p and seed of R requests with temperature > 0, as tensors."""
+    """The settings of R requests with temperature > 0: temperature, min_p [R] fp32, top_p [R] fp64, top_k, seeds [R]
+    int64.
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        self._temperature = upload([p.temperature for p in params], device, torch.float32)
-        self._top_p = upload([p.top_p for p in params], device, torch.float64)
-        self._top_k = upload([p.top_k for p in params], device, torch.long)
-        self._min_p = upload([p.min_p for p in params], device, torch.float32)
-        # Kept on the host, so that no read from the device is needed.
-        self._cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
-        self._largest_k = max((p.top_k for p in params), default=0)
-        self._open = any(p.top_p < 1 and p.top_k == 0 for p in params)
-        self._seeds = upload([p.seed for p in params], device, torch.long)[:, None]
+    cut: rows may have top-k, top-p or min-p. uncapped: rows may have a top-p without a top-k before it. largest_k: of
+    the rows; None: only the device knows it (a recorded round), so the cut reads the whole vocabulary.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    cut: bool
+    uncapped: bool = True
+    largest_k: int | None = None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> RowDistributions:
+        """Uploads the settings of these requests."""
+        return cls(
+            temperature=upload([p.temperature for p in params], device, torch.float32),
+            top_p=upload([p.top_p for p in params], device, torch.float64),
+            top_k=upload([p.top_k for p in params], device, torch.long),
+            min_p=upload([p.min_p for p in params], device, torch.float32),
+            seeds=upload([p.seed for p in params], device, torch.long),
+            cut=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            uncapped=any(p.top_p < 1 and p.top_k == 0 for p in params),
+            largest_k=max((p.top_k for p in params), default=0),
+        )
+
+    def part(self, rows: slice) -> RowDistributions:
+        """Returns the distributions of some of the rows."""
+        names = ("temperature", "top_p", "top_k", "min_p", "seeds")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draws tokens: logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
@@ -57,38 +81,29 @@ class RowDistributions:
     def probs(self, logits: Tensor) -> Tensor:
         """Returns the probabilities: logits [R, n, V] -> [R, n, V] fp32."""
         weights = self._weights(logits)
-        if self._cut:
+        if self.cut:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.view(logits.shape)
 
     def target_uniform(self, positions: Tensor) -> Tensor:
         """Returns the target's uniform numbers in [0, 1) at positions [R, n]. They do not depend on the round."""
-        return uniform(self._seeds, positions)
+        return uniform(self.seeds[:, None], positions)
 
     def round_uniform(self, roots: Tensor, positions: Tensor, stream: Stream) -> Tensor:
         """Returns uniform numbers in [0, 1) of one round: roots [R, 1], positions [R, n] -> [R, n]."""
-        return round_uniform(self._seeds, roots, positions, stream)
+        return round_uniform(self.seeds[:, None], roots, positions, stream)
 
     def _weights(self, logits: Tensor) -> Tensor:
-        """Returns the weights of the distributions: logits [R, n, V] -> [R * n, V]."""
+        """Returns the softmax with 0 where a token is cut, not normalised again: logits [R, n, V] -> [R * n, V]."""
         nodes, size = logits.shape[1:]
-        scaled = (logits.float() / self._temperature[:, None, None]).flatten(0, 1)
-        if not self._cut:
+        scaled = (logits.float() / self.temperature[:, None, None]).flatten(0, 1)
+        if not self.cut:
             return torch.softmax(scaled, dim=-1)
-        top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self._top_k, self._top_p, self._min_p))
-        return weights_left(scaled, top_k, top_p, min_p, self._widths(size, logits.device))
-
-    def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
-        return widths_for(size, self._largest_k, self._open, device)
-
-
-def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
-    """Returns the softmax with 0 where a token is cut, [M, V] fp32, not normalised again.
-
-    The arguments are those of `sampling_reference.least_kept`.
-    """
-    floor = ops_for(logits.device.type).least_kept(logits, top_k, top_p, min_p, widths)
-    return torch.softmax(logits, dim=-1).masked_fill(logits < floor, 0.0)
+        top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self.top_k, self.top_p, self.min_p))
+        known = self.largest_k is not None
+        widths = widths_for(size, self.largest_k or 0, self.uncapped, logits.device) if known else (size,)
+        floor = ops_for(logits.device.type).least_kept(scaled, top_k, top_p, min_p, widths)
+        return torch.softmax(scaled, dim=-1).masked_fill(scaled < floor, 0.0)
 
 
 def draw_from(weights: Tensor, u: Tensor) -> Tensor:

@@ -34,20 +34,26 @@ Shapes: B rows of the batch, R of them draw, N nodes a row, n nodes in this call
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
+from toolkit.infer.request.upload import upload
+from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from, round_uniform
 
-LOGIT_ROWS = 512  # rows of logits computed at once, where a rule does not need all nodes together
+LOGIT_ROWS = 512  # rows of logits, and of the distributions of drawn chains, that are computed at once
+NO_TOKEN = -1  # equals no choice
 
 # (distributions of R rows, logits [R, n, V], positions [R, n], trees of the batch, rows [R]) -> tokens [R, n]
 Choose = Callable[[RowDistributions, Tensor, Tensor, DraftTree, Tensor], Tensor]
@@ -128,9 +134,7 @@ def settle(rule: Rule, chains: DrawnChains, u: Tensor) -> Tensor:
     return torch.where(number < kept[:, None], chains.drafts, drawn[:, None])
 
 
-def target_draws(
-    distributions: RowDistributions, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor
-) -> Tensor:
+def target_draws(distributions: RowDistributions, logits: Tensor, positions: Tensor, *_: Any) -> Tensor:
     """Returns the tokens that the target draws."""
     return distributions.draw(logits, positions)
 
@@ -138,12 +142,10 @@ def target_draws(
 def by(rule: Rule) -> Choose:
     """Returns a Choose function that applies `rule` to drawn chains. It needs all nodes in one call."""
 
-    def choose(
+    def settled(
         distributions: RowDistributions, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor
     ) -> Tensor:
-        if tree.proposal is None:  # no draft was drawn
-            return target_draws(distributions, logits, positions, tree, rows)
-        assert logits.shape[1] == tree.nodes, "a chain is accepted as a whole"
+        assert tree.proposal is not None, "drafts were drawn"
         drafts = torch.nn.functional.pad(tree.tokens[rows, 1:], (0, 1))
         drafted = torch.nn.functional.pad(tree.valid[rows, 1:], (0, 1))
         drawn = None if tree.proposal.drawn is None else tree.proposal.drawn[rows][:, None]
@@ -152,8 +154,18 @@ def by(rule: Rule) -> Choose:
         q = tree.proposal.scattered(rows, drafted, logits.shape[2])
         coins = distributions.round_uniform(positions[:, :1], positions, Stream.COIN)
         chains = DrawnChains(distributions.probs(logits), q, drafts, drafted, coins)
-        settled = settle(rule, chains, distributions.target_uniform(positions))
-        return settled if drawn is None else torch.where(drawn, settled, distributions.draw(logits, positions))
+        tokens = settle(rule, chains, distributions.target_uniform(positions))
+        return tokens if drawn is None else torch.where(drawn, tokens, distributions.draw(logits, positions))
+
+    def choose(
+        distributions: RowDistributions, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor
+    ) -> Tensor:
+        if tree.proposal is None:  # no draft was drawn
+            return distributions.draw(logits, positions)
+        assert logits.shape[1] == tree.nodes, "a chain is accepted as a whole"
+        size = max(1, LOGIT_ROWS // tree.nodes)  # p and q of all rows together may be large
+        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        return torch.cat([settled(distributions.part(at), logits[at], positions[at], tree, rows[at]) for at in parts])
 
     return choose
 
@@ -269,34 +281,113 @@ class VerifyResult:
     nonfinite: frozenset[int] = frozenset()
 
 
-def follow(tree: DraftTree, choices: Tensor) -> Followed:
+def follow(tree: DraftTree, choices: Tensor) -> AcceptedPath:
     """Returns the accepted paths on the device, padded to A nodes. choices [B, N]: the target's token at every node."""
     follow_choices = ops_for(choices.device.type).follow_choices
     parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
     return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
 
 
-def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
+def read_result(followed: AcceptedPath, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
     """Copies the accepted paths to the host in one transfer.
 
     extra: maps `path` [B, A] to more numbers for the host, int64 of one dimension. The same transfer copies them.
     """
-    rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
+    numbers, more = followed.numbers, [] if extra is None else [extra(followed.path)]
+    flat, (count, width) = torch.cat((numbers.flatten(), *more)).tolist(), numbers.shape
+    rows = [flat[start : start + width] for start in range(0, count * width, width)]
     longest = (followed.numbers.shape[1] - 3) // 3
     of_path, of_tokens, of_ranks = (
         [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
     return VerifyResult(
         followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
-        [max(0, row[1]) for row in rows], [row[2] for row in rows], extra_numbers,
+        [max(0, row[1]) for row in rows], [row[2] for row in rows], flat[count * width :],
         frozenset(at for at, row in enumerate(rows) if row[1] < 0),
     )  # fmt: skip
 
 
-def _read(rows: Tensor, extra_numbers: Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """Returns rows [B, C] as lists and `extra_numbers` (one dimension) as a list, with one copy to the host."""
-    if extra_numbers is None:
-        return rows.tolist(), []
-    count, width = rows.shape
-    flat = torch.cat((rows.flatten(), extra_numbers)).tolist()
-    return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
+# -- acceptance by chance, for benchmarks of hardware ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForcedAcceptance:
+    """Acceptance by chance: a step accepts drafts on the tree's deepest path, from the root on. How many is drawn from
+    the rates; the target chooses the token after them. All else is computed as usual, so the times are those of a head
+    with this accept_length. The text that is written has no meaning.
+
+    An accept_length becomes the rates of least variance, as in vLLM's `synthetic_acceptance_length`:
+
+        accept_length 3.6  ->  rates 1 1 0.6       every step accepts 2 drafts, 60 % of the steps a third one
+
+    The chance is a pure function of the last committed token and its position, so a run can be repeated, and a recorded
+    round needs no generator.
+    rates: by depth from 1, the share of the steps that accept it, of those that accepted the depth before.
+    """
+
+    rates: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> ForcedAcceptance:
+        """Parse an accept_length ("2.6", at least 1) or rates by depth ("0.8,0.6"). Raises EngineError."""
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
+            whole, part = divmod(numbers[0] - 1, 1)
+            return cls((1.0,) * int(whole) + ((round(part, 9),) if part > 0 else ()))
+        if len(numbers) > 1 and all(0 <= number <= 1 for number in numbers):
+            return cls(tuple(numbers))
+        raise EngineError(
+            f'forced accept_length "{text}": one number of at least 1 is needed (2.6: tokens per verify step, the '
+            "bonus token included), or several rates from 0 to 1, one for each depth (0.8,0.6)"
+        )
+
+    @property
+    def accept_length(self) -> float:
+        """The mean number of tokens committed per verify step, bonus token included."""
+        return round(1 + sum(accumulate(self.rates, mul)), 9)
+
+    def check_shapes(self, shapes: Sequence[DraftShape]) -> None:
+        """Raise DraftShapeError if one of the shapes is not as deep as the rates."""
+        for shape in shapes:
+            depth = min(shape.num_steps, shape.num_draft_tokens - 1)
+            if depth < len(self.rates):
+                raise DraftShapeError(
+                    f"forced accept_length {self.accept_length:g} needs drafts of depth {len(self.rates)}, and a "
+                    f"{shape.name} ({shape.as_text()}) has depth {depth}, so at most accept_length {depth + 1}: force "
+                    "less, or draft deeper"
+                )
+
+    def __call__(self, tree: DraftTree, choices: Tensor, roots: Tensor, lengths: Tensor) -> tuple[DraftTree, Tensor]:
+        """Return the tree and the choices [B, N] whose accepted path is the forced one.
+
+        The tree keeps its tokens on that path only, so that the path ends where the rates say. choices [B, N]: the
+        target's. roots, lengths [B]: the last committed token of each row and its position.
+        """
+        if tree.nodes == 1:  # a plain step
+            return tree, choices
+        depths = tree.depths.masked_fill(~tree.valid, NO_TOKEN)
+        deepest = depths.argmax(dim=1)[:, None, None].expand(-1, 1, tree.nodes)
+        forced = (
+            tree.mask.gather(1, deepest)[:, 0] & (depths >= 1) & (depths <= self._accepted(roots, lengths)[:, None])
+        )
+        tokens = torch.where(forced, tree.tokens, NO_TOKEN)
+        # The choice at the parent of a node on the path is that node's token. Other nodes write to one more column.
+        widened = torch.nn.functional.pad(choices, (0, 1))
+        parents = torch.where(forced, tree.parents, tree.nodes)
+        return replace(tree, tokens=tokens), widened.scatter(1, parents, tokens)[:, :-1].contiguous()
+
+    def _accepted(self, roots: Tensor, lengths: Tensor) -> Tensor:
+        """Return how many drafts each row accepts, [B]."""
+        rates = _on_device(self.rates, roots.device)
+        depth = torch.arange(len(rates), device=rates.device)
+        coins = round_uniform(roots[:, None], lengths[:, None], depth, Stream.COIN)
+        return (coins < rates).long().cumprod(dim=1).sum(dim=1)
+
+
+@cache  # never freed: recorded rounds read it
+def _on_device(rates: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the rates, [D] fp64. A copy to the device cannot be recorded."""
+    return upload(rates, device, torch.float64)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.infer.kernels.tree_reference import Beams, Candidates, Followed, Ranked
+from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Candidates, Ranked
 from toolkit.infer.request.upload import upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
@@ -62,13 +62,13 @@ def follow_choices(
     choices: Tensor,
     longest: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     """tokens, parents, depths, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes.
 
     The kernel uses the parents; it does not read mask and is_chain.
     """
     rows, nodes = tokens.shape
-    followed = Followed.empty(rows, longest, tokens.device)
+    followed = AcceptedPath.empty(rows, longest, tokens.device)
     tokens, parents, depths, valid, choices = (one.contiguous() for one in (tokens, parents, depths, valid, choices))
     _follow[(rows,)](
         tokens, parents, depths, valid.view(torch.uint8), choices, followed.numbers, nodes, longest,
