@@ -26,7 +26,7 @@ from toolkit.infer.server.gate import Gate
 from toolkit.infer.server.life_cycle import LifeCycle
 from toolkit.infer.server.monitoring import add_monitoring, watching
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
-from toolkit.infer.server.responses_protocol import ResponsesRequest
+from toolkit.infer.server.responses import ResponsesRequest
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest
 
