@@ -23,11 +23,11 @@ from toolkit.infer.server.admission import Admission, Deadline, PromptLimit, tol
 from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
 from toolkit.infer.server.chat_prompts import ChatPrompts
+from toolkit.infer.server.metrics import ServerMetrics
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
 from toolkit.infer.server.openai_replies import EventStream, Form, LogprobForm, ReplyForm, unless_disconnected
 from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params
 from toolkit.infer.server.responses import ResponseForm, ResponsesRequest, chat_of, in_responses
-from toolkit.infer.server.server_metrics import ServerMetrics
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest, text_of, tokens_of
 from toolkit.infer.server.tool_calls import Piece
