@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 from tables import code, plain, table
 
 import toolkit
-from toolkit.infer.server.metric_series import PREFIX, SERIES
+from toolkit.infer.server.metrics import PREFIX, SERIES
 
 WORD = re.compile(r"^(\S+(?: \S+)*) {2,}(.*(?:\n {16}.*)*)", re.MULTILINE)
 BLOCK = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
@@ -31,7 +31,7 @@ def metrics() -> str:
     rows = []
     for name, one in SERIES.items():
         label = f"{{{one.label}}}" if one.label else ""
-        rows.append((code(f"{PREFIX}{name}{label}"), one.kind, plain(one.text), ", ".join(map(code, one.like))))
+        rows.append((code(f"{PREFIX}{name}{label}"), one.kind, plain(one.text), ", ".join(map(code, one.like.split()))))
     return table(("metric", "kind", "meaning", "equivalent"), rows)
 
 

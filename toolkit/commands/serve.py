@@ -25,7 +25,7 @@ from toolkit.commands.model_arguments import (
 )
 from toolkit.commands.server_arguments import add_server_arguments, server_settings
 from toolkit.infer.engine.config import NATIVE, NGRAM, NONE, EngineConfig
-from toolkit.infer.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
+from toolkit.infer.server.answer_parser import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
 from toolkit.infer.server.server_settings import ServerSettingsError
 from toolkit.log import get_logger, give_up_full_streams
 

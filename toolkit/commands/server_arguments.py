@@ -12,6 +12,7 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HOSTS = ("127.0.0.1", "[::1]", "localhost")  # the same in the header Host
 # Field of ServerSettings -> kind, metavar, help; the flag is --the-field, without the unit.
 LIMITS: dict[str, tuple[type, str, str]] = {
     "max_body_bytes": (int, "N", "size of a request; a larger one is a 413 (default: 16777216)"),
@@ -69,7 +70,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     if not keys and args.host not in LOOPBACK:
         logger.warning("whoever can reach %s may use this server: it asks for no key (--api-key-file)", args.host)
     # Without a key a web page could reach the server by a name of its own that resolves to 127.0.0.1 (DNS rebinding).
-    hosts = LOOPBACK if not keys and args.host in LOOPBACK else ()
+    hosts = HOSTS if not keys and args.host in LOOPBACK else ()
     return ServerSettings(api_keys=keys, allowed_hosts=hosts, allowed_origins=tuple(args.allowed_origins), **given)
 
 

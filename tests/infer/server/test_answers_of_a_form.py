@@ -8,11 +8,11 @@ import copy
 import pytest
 from pydantic import ValidationError
 
+from toolkit.infer.server.answer_parser import Parsers
 from toolkit.infer.server.api_errors import ApiError, from_validation
 from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.openai_protocol import ChatRequest
-from toolkit.infer.server.parsers import Parsers
-from toolkit.infer.server.responses_protocol import ResponsesRequest, chat_of
+from toolkit.infer.server.responses import ResponsesRequest, chat_of
 
 USER = [{"role": "user", "content": "go"}]
 ADD = {"type": "function", "function": {"name": "add"}}

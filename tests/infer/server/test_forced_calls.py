@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.server.answer_parser import Parsers
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.parsers import Parsers
 from toolkit.infer.server.request_params import DefaultSampling
 
 USER = [{"role": "user", "content": "count apples"}]

@@ -7,28 +7,22 @@ import json
 
 import pytest
 
-from toolkit.infer.server.answer_pieces import AnswerParser
-from toolkit.infer.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
+from toolkit.infer.server.answer_parser import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
 
 SCHEMAS = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
 PARIS = '{"city": "Paris \\"}{<tool_call>\\\\", "days": [1, {"a": null}]}'
 
 
-def joined(pieces):
-    """[kind, text, number of the call] with neighbours of a kind joined."""
+def read(parsers, parts, prompt_end="", one_call=False, forced=False, cut=False):
+    """(kind, text, name, number of the call) of the pieces, with neighbours of a kind joined; calls are whole."""
+    parser = parsers.start(SCHEMAS, prompt_end, forced=forced, one_call=one_call)
     found = []
-    for piece in pieces:
-        if found and piece.kind != "call" and (found[-1][0], found[-1][2]) == (piece.kind, piece.index):
-            found[-1][1] += piece.text
+    for piece in [piece for part in parts for piece in parser.push(part)] + parser.finish(cut):
+        if found and piece.kind == found[-1][0] != "call":
+            found[-1] = (piece.kind, found[-1][1] + piece.text, "", -1)
         else:
-            found.append([piece.kind, piece.text, piece.index])
+            found.append((piece.kind, piece.text, piece.name, piece.index))
     return found
-
-
-def read(parsers, parts, prompt_end="", one_call=False, forced=False, schemas=SCHEMAS, cut=False):
-    parser: AnswerParser = parsers.start(schemas, prompt_end, forced=forced, one_call=one_call)
-    pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish(cut)
-    return joined(pieces)
 
 
 def every_division(parsers, text, **settings):
@@ -40,8 +34,16 @@ def every_division(parsers, text, **settings):
     return whole
 
 
-def call(name, arguments, index):
-    return [["call", name, index], ["arguments", arguments, index]]
+def call(name, arguments, index=0):
+    return ("call", arguments, name, index)
+
+
+def content(text):
+    return ("content", text, "", -1)
+
+
+def reasoning(text):
+    return ("reasoning", text, "", -1)
 
 
 def hermes(arguments, name="get_weather"):
@@ -61,40 +63,36 @@ HARMONY = (
     "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS + "<|call|>"
     "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{}<|call|>"
 )
-TWO_CALLS = [
-    ("hermes", hermes(PARIS) + "\n" + hermes("{}", "add")),
-    ("hermes", hermes(PARIS) + hermes("{}", "add") + "\n"),
-    ("llama3-json", f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "add", "parameters": {{}}}}'),
-    ("llama3-json", f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}\n'
-                    '{"name":"add","parameters":{}}'),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}, '
-                '{"name": "add", "arguments": {}}]'),
-    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{{}}"),
-    ("deepseek", DEEPSEEK_V3),
-    ("deepseek", DEEPSEEK_V31),
-    ("gpt-oss", HARMONY),
-]  # fmt: skip
+TWO_CALLS = {
+    "hermes": ("hermes", hermes(PARIS) + "\n" + hermes("{}", "add")),
+    "llama-bare": (
+        "llama3-json",
+        f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "add", "parameters": {{}}}}',
+    ),
+    "llama-mark": (
+        "llama3-json",
+        f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}\n'
+        '{"name":"add","parameters":{}}',
+    ),
+    "mistral-list": (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]',
+    ),
+    "mistral-v11": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{{}}"),
+    "deepseek-v3": ("deepseek", DEEPSEEK_V3),
+    "deepseek-v3.1": ("deepseek", DEEPSEEK_V31),
+    "gpt-oss": ("gpt-oss", HARMONY),
+}
 
 
-@pytest.mark.parametrize(("family", "text"), TWO_CALLS)
-def test_two_calls(family, text):
-    """The arguments arrive as they were written, braces, quotes and marks in strings included."""
-    found = every_division(Parsers(family, None), text)
-    assert found == call("get_weather", PARIS, 0) + call("add", "{}", 1)
-
-
-@pytest.mark.parametrize(("family", "text"), TWO_CALLS)
-def test_arguments_come_in_pieces(family, text):
-    """A client that shows a long argument must not wait for its end."""
-    parser = Parsers(family, None).start(SCHEMAS, "", forced=False, one_call=False)
-    pieces = [piece for character in text for piece in parser.push(character)]
-    assert sum(piece.kind == "arguments" and piece.index == 0 for piece in pieces) > 10
-
-
-@pytest.mark.parametrize(("family", "text"), TWO_CALLS)
-def test_one_call_only(family, text):
-    """parallel_tool_calls: false ends the answer after the first call."""
-    assert every_division(Parsers(family, None), text, one_call=True) == call("get_weather", PARIS, 0)
+@pytest.mark.parametrize("form", TWO_CALLS)
+def test_two_calls(form):
+    """The arguments arrive as they were written, braces, quotes and marks in strings included. With
+    parallel_tool_calls: false the answer ends after the first call."""
+    family, text = TWO_CALLS[form]
+    both = [call("get_weather", PARIS), call("add", "{}", 1)]
+    assert every_division(Parsers(family, None), text) == both
+    assert read(Parsers(family, None), list(text), one_call=True) == both[:1]
 
 
 TAGGED = {
@@ -106,50 +104,38 @@ TAGGED = {
     "<arg_key>note</arg_key><arg_value>not JSON</arg_value></tool_call>\n"
     "<tool_call>add\n</tool_call>",
 }
+TAGGED_ARGUMENTS = json.dumps({"city": "3 <b>\n", "days": [1, 2], "note": "not JSON"})
 
 
 @pytest.mark.parametrize("family", TAGGED)
 def test_arguments_between_tags(family):
-    """A value has the type of the function's schema: a city "3" stays text. Calls that are cut or unknown."""
+    """A value has the type of the function's schema: a city "3" stays text. A call that max_tokens has cut must not
+    look complete."""
     parsers = Parsers(family)
-    wanted = json.dumps({"city": "3 <b>\n", "days": [1, 2], "note": "not JSON"})
-    text = f"So:\n{TAGGED[family]}\nDone."
-    calls = call("get_weather", wanted, 0) + call("add", "{}", 1)
-    assert every_division(parsers, text) == [["content", "So:", -1], *calls, ["content", "Done.", -1]]
-    assert every_division(parsers, TAGGED[family][:130], cut=True)[1][1].startswith('{"city": "3 <b>\\n"')
-    unknown = TAGGED[family].replace("get_weather", "other").partition("<tool_call>\n<function=add>")[0]
-    if family == "qwen3-coder":
-        assert every_division(parsers, unknown) == [["content", unknown, -1]]
+    calls = [call("get_weather", TAGGED_ARGUMENTS), call("add", "{}", 1)]
+    assert every_division(parsers, f"So:\n{TAGGED[family]}\nDone.") == [content("So:"), *calls, content("Done.")]
+    assert every_division(parsers, TAGGED[family][:130], cut=True)[0][1].startswith('{"city": "3 <b>\\n"')
+    assert "}" not in every_division(parsers, TAGGED[family][:130], cut=True)[0][1]
+    unknown = TAGGED["qwen3-coder"].replace("get_weather", "other").partition("<tool_call>\n<function=add>")[0]
+    assert every_division(Parsers("qwen3-coder"), unknown) == [content(unknown)]
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[1, NaN]"])
+@pytest.mark.parametrize("value", ["NaN", "[1, 1e999]"])
 def test_no_number_of_json(value):
     """Python reads and writes them; a client's JSON parser raises."""
     text = f"<function=add><parameter=a>{value}</parameter></function>"
-    assert every_division(Parsers("qwen3-coder"), text) == call("add", json.dumps({"a": value}), 0)
-    written = f"[add(a={value.replace('-Infinity', '-1e999').replace('NaN', '1e999')})]"
-    assert every_division(Parsers("pythonic"), written) == [["content", written, -1]]
+    assert every_division(Parsers("qwen3-coder"), text) == [call("add", json.dumps({"a": value}))]
 
 
-@pytest.mark.parametrize(
-    ("end", "wanted"),
-    [
-        ("<parameter=a>1</parameter>", '{"a": 1}'),
-        ("<parameter=a>1</parameter>\n<parameter=b>\nx y", '{"a": 1, "b": "x y"}'),
-        ("", "{}"),
-    ],
-)
-def test_a_model_that_ends_its_answer_within_a_call(end, wanted):
-    """The finish reason is then "tool_calls": its arguments must be whole. Not where max_tokens has cut it."""
-    text = f"<tool_call>\n<function=add>\n{end}"
-    assert every_division(Parsers("qwen3-coder"), text) == call("add", wanted, 0)
-    cut = every_division(Parsers("qwen3-coder"), text, cut=True)
-    assert "}" not in "".join(one[1] for one in cut)
+def test_a_model_that_ends_its_answer_within_a_call():
+    """The finish reason is then "tool_calls": its arguments must be whole."""
+    text = "<tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>\nx y"
+    assert every_division(Parsers("qwen3-coder"), text) == [call("add", '{"a": 1, "b": "x y"}')]
 
 
 FORGOTTEN = {
-    "qwen3-coder": ("<tool_call>\n<function=add>\n<parameter=a>\n{}\n", "</function>\n</tool_call>"),
-    "glm45": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{}", "</tool_call>"),
+    "qwen3-coder": ("<tool_call>\n<function=add>\n<parameter=a>\n{}\n", "</parameter>", "</function>\n</tool_call>"),
+    "glm45": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{}", "</arg_value>", "</tool_call>"),
 }
 
 
@@ -157,73 +143,44 @@ FORGOTTEN = {
 def test_a_value_without_its_closing_tag(family):
     """Small models forget it. The end of the call, or a call after it, is no part of the value. A value that has its
     closing tag may hold any tag that ends a call."""
-    opened, ends = FORGOTTEN[family]
-    parsers, first = Parsers(family), call("add", '{"a": "x y"}', 0)
+    opened, closes, ends = FORGOTTEN[family]
+    parsers, first = Parsers(family), call("add", '{"a": "x y"}')
     text = opened.format("x y") + ends
-    assert every_division(parsers, text) == every_division(parsers, text, cut=True) == first
-    assert every_division(parsers, text + "\nDone.") == [*first, ["content", "Done.", -1]]
-    assert every_division(parsers, f"{text}\n{TAGGED[family]}")[:4] == [
-        *first, *call("get_weather", json.dumps({"city": "3 <b>\n", "days": [1, 2], "note": "not JSON"}), 1),
-    ]  # fmt: skip
-    closes = "</parameter>" if family == "qwen3-coder" else "</arg_value>"
+    assert every_division(parsers, text + "\nDone.") == [first, content("Done.")]
+    assert read(parsers, list(f"{text}\n{TAGGED[family]}"))[:2] == [first, call("get_weather", TAGGED_ARGUMENTS, 1)]
     held = opened.format("x </tool_call> y") + closes + ends
-    assert every_division(parsers, held) == call("add", json.dumps({"a": "x </tool_call> y"}), 0)
+    assert every_division(parsers, held) == [call("add", json.dumps({"a": "x </tool_call> y"}))]
 
 
 def test_a_forced_list():
     """tool_choice "required" makes the answer a JSON list, whatever the family."""
     text = f'[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
     for family in ("hermes", "gpt-oss", None):
-        found = every_division(Parsers(family, None), text, forced=True)
-        assert found == call("get_weather", PARIS, 0) + call("add", "{}", 1)
-
-
-def test_pythonic_calls():
-    """Literals of Python become JSON; several calls, nested values, both kinds of quotes."""
-    text = """<|python_start|>[get_weather(city='Par[is', days=[1, {"a": None}], hot=True), add()]<|python_end|>"""
-    wanted = json.dumps({"city": "Par[is", "days": [1, {"a": None}], "hot": True})
-    for written in (text, text.removeprefix("<|python_start|>").removesuffix("<|python_end|>")):
-        found = every_division(Parsers("pythonic", None), written)
-        assert found == call("get_weather", wanted, 0) + call("add", "{}", 1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[1, 2]", "[", "[get_weather(city)]", "[get_weather(1)]", "[other(a=1)]", "[f(a=open('x'))]", "[add()", "hi"],
-)
-def test_no_pythonic_call(text):
-    """A list that is no list of calls is an answer like another."""
-    assert every_division(Parsers("pythonic", None), text) == [["content", text, -1]]
+        both = [call("get_weather", PARIS), call("add", "{}", 1)]
+        assert every_division(Parsers(family, None), text, forced=True) == both
 
 
 @pytest.mark.parametrize(
     ("family", "text"),
     [
-        ("hermes", "no call at all\n"),
         ("hermes", "a < b and <tool"),
         ("hermes", "see:\n<tool_call>\n{broken"),
         ("hermes", 'x <tool_call>{"name": "unknown", "arguments": {}}</tool_call> y'),
-        ("hermes", '<tool_call>{"name": "add"'),
         ("hermes", '<tool_call>{"name": "a\\qb", "arguments": {}}'),
-        ("hermes", "<tool_call> <tool_call> x"),
-        ("llama3-json", '{"answer": 3, "name": "add"}'),
-        ("llama3-json", '{"name": "unknown", "parameters": {"a": 1}} more'),
+        ("llama3-json", '{"answer": 3, "name": "add "} more'),
         ("llama3-json", '{"name": "add", "parameters"'),
         ("llama3-json", "  \n"),
-        ("llama3-json", "{}"),
         ("mistral", "[TOOL_CALLS] add and more"),
-        ("mistral", "[TOOL"),
         ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
     ],
 )
 def test_what_is_no_call_is_content(family, text):
     """Nothing that the model wrote is lost, and no client is asked to run a function that it does not have."""
-    assert every_division(Parsers(family, None), text) == [["content", text, -1]]
+    assert every_division(Parsers(family, None), text) == [content(text)]
 
 
 def test_other_forms_of_a_call():
     """Keys in another order, arguments as a string, none at all; a brace forgotten by a small model."""
-    parsers = Parsers("hermes", None)
     for written, arguments in [
         ('{"arguments": {"a": "</tool_call>"}, "name": "add"}', '{"a": "</tool_call>"}'),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
@@ -232,27 +189,25 @@ def test_other_forms_of_a_call():
         ('{"name": "add", "arguments": {"a": 1', '{"a": 1'),
     ]:
         text = f"So:\n<tool_call>{written}</tool_call>\nDone."
-        found = every_division(parsers, text)
-        assert found == [["content", "So:", -1], *call("add", arguments, 0), ["content", "Done.", -1]]
+        found = every_division(Parsers("hermes", None), text)
+        assert found == [content("So:"), call("add", arguments), content("Done.")]
 
 
 def test_an_answer_cut_within_a_call():
     """max_tokens may end it anywhere: what has come of the arguments stays."""
-    found = every_division(Parsers("hermes", None), hermes(PARIS)[:60])
-    assert found[0] == ["call", "get_weather", 0] and PARIS.startswith(found[1][1]) and len(found) == 2
+    ((_, arguments, name, _),) = every_division(Parsers("hermes", None), hermes(PARIS)[:60], cut=True)
+    assert name == "get_weather" and PARIS.startswith(arguments) and arguments
 
 
 @pytest.mark.parametrize(
     ("text", "prompt_end", "wanted"),
     [
-        ("<think>\nhm </thin\n</think>\n\nYes.", "", [["reasoning", "hm </thin", -1], ["content", "Yes.", -1]]),
-        ("hm\n</think>\n\nYes.", "<think>\n", [["reasoning", "hm", -1], ["content", "Yes.", -1]]),
-        ("<think>hm</think>Yes.", "<think>\n", [["reasoning", "hm", -1], ["content", "Yes.", -1]]),
-        ("hm, cut ", "<think>\n", [["reasoning", "hm, cut ", -1]]),
-        ("Yes <think> no.", "", [["content", "Yes <think> no.", -1]]),
-        ("<thi", "", [["content", "<thi", -1]]),
-        ("\n</think>Yes.", "<think>", [["content", "Yes.", -1]]),
-        ("Yes.", "<think>\n\n</think>\n\n", [["content", "Yes.", -1]]),
+        ("<think>\nhm </thin\n</think>\n\nYes.", "", [reasoning("hm </thin"), content("Yes.")]),
+        ("hm\n</think>\n\nYes.", "<think>\n", [reasoning("hm"), content("Yes.")]),
+        ("<think>hm</think>Yes.", "<think>\n", [reasoning("hm"), content("Yes.")]),
+        ("hm, cut ", "<think>\n", [reasoning("hm, cut ")]),
+        ("Yes <think> no.", "", [content("Yes <think> no.")]),
+        ("Yes.", "<think>\n\n</think>\n\n", [content("Yes.")]),
     ],
 )
 def test_reasoning(text, prompt_end, wanted):
@@ -263,15 +218,14 @@ def test_reasoning(text, prompt_end, wanted):
 def test_reasoning_of_deepseek_r1_needs_no_mark():
     """Its older templates open none, and some answers begin without one."""
     parsers = Parsers(None, "deepseek-r1")
-    assert every_division(parsers, "hm</think>Yes.") == [["reasoning", "hm", -1], ["content", "Yes.", -1]]
-    assert every_division(parsers, "Yes.", prompt_end="</think>") == [["content", "Yes.", -1]]
+    assert every_division(parsers, "hm</think>Yes.") == [reasoning("hm"), content("Yes.")]
+    assert every_division(parsers, "Yes.", prompt_end="</think>") == [content("Yes.")]
 
 
 def test_reasoning_before_a_call():
     """What the model only thinks of calling is no call."""
     text = f"<think>{hermes('{}')}</think>\n{hermes(PARIS)}"
-    found = every_division(Parsers("hermes", "qwen3"), text)
-    assert found == [["reasoning", hermes("{}"), -1], *call("get_weather", PARIS, 0)]
+    assert every_division(Parsers("hermes", "qwen3"), text) == [reasoning(hermes("{}")), call("get_weather", PARIS)]
 
 
 def test_harmony_channels():
@@ -282,35 +236,21 @@ def test_harmony_channels():
         + f"<|start|>assistant{HARMONY.partition('<|start|>')[0]}<|start|>assistant<|channel|>final<|message|>Sunny."
     )
     found = every_division(Parsers("gpt-oss", "gpt-oss"), text)
-    assert found == [
-        ["reasoning", "Let me see.", -1],
-        ["content", "I look.", -1],
-        *call("get_weather", PARIS, 0),
-        ["content", "Sunny.", -1],
-    ]
-    assert every_division(Parsers("gpt-oss", None), "Plain.") == [["content", "Plain.", -1]]
+    assert found == [reasoning("Let me see."), content("I look."), call("get_weather", PARIS), content("Sunny.")]
+    assert every_division(Parsers("gpt-oss", None), "Plain.") == [content("Plain.")]
     unknown = "<|channel|>commentary to=browser.search<|message|>{}<|end|><|start|>assist"
-    assert every_division(Parsers("gpt-oss", None), unknown) == [["reasoning", "{}", -1]]
+    assert every_division(Parsers("gpt-oss", None), unknown) == [reasoning("{}")]
 
 
-@pytest.mark.parametrize("family", TOOL_CALL_PARSERS)
-def test_broken_text_never_raises(family):
+def test_broken_text_never_raises():
     """A model may write anything; the marks in every order and cut at every place."""
-    parts = [
-        "<tool_call>",
-        '{"name": "add", ',
-        "[TOOL_CALLS]",
-        "add",
-        "<|channel|>",
-        "<|message|>",
-        "<｜tool▁call▁begin｜>",
-    ]
-    for reasoning in (None, *REASONING_PARSERS):
-        for at in range(len(parts)):
-            text = "".join(parts[at:] + parts[:at]) * 2
-            for cut in range(0, len(text), 7):
-                every = read(Parsers(family, reasoning), [text[:cut]])
-                assert read(Parsers(family, reasoning), list(text[:cut])) == every
+    parts = ["<tool_call>", '{"name": "add", ', "[TOOL_CALLS]", "add", "<|channel|>", "<|message|>", "<function=add>"]
+    for family in TOOL_CALL_PARSERS:
+        for parsers in (Parsers(family), Parsers(family, REASONING_PARSERS[0])):
+            for at in range(len(parts)):
+                text = "".join(parts[at:] + parts[:at]) * 2
+                for cut in range(0, len(text), 17):
+                    assert read(parsers, list(text[:cut])) == read(parsers, [text[:cut]])
 
 
 TEMPLATES = {
@@ -321,23 +261,21 @@ TEMPLATES = {
     "{{ tools }}[TOOL_CALLS]": ("mistral", None),
     "{{ tools }}<｜tool▁calls▁begin｜></think>": ("deepseek", "qwen3"),
     "{{ tools }}<|python_tag|>": ("llama3-json", None),
-    "{{ tools }}[func_name1(params_name1=params_value1]": ("pythonic", None),
     "{{ tools }}<|start|><|channel|>analysis": ("gpt-oss", "gpt-oss"),
     "{{ messages }}": ("hermes", None),
 }
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_recognised_by_the_template(template):
+def test_recognised_by_the_template():
     """`auto` goes by the marks of the family; a template with an unknown form has none."""
 
     class Tokenizer:
-        chat_template = template
-
         def get_chat_template(self, tools):
-            return template
+            return self.chat_template
 
-    found = Parsers.of(Tokenizer())
-    assert (found.calls, found.reasoning) == TEMPLATES[template]
-    assert Parsers.of(Tokenizer(), "none", "none") == Parsers(None, None)
-    assert Parsers.of(Tokenizer(), "mistral", "deepseek-r1") == Parsers("mistral", "deepseek-r1")
+    tokenizer = Tokenizer()
+    for tokenizer.chat_template, wanted in TEMPLATES.items():
+        recognised = Parsers.of(tokenizer)
+        assert (recognised.calls, recognised.reasoning) == wanted
+    assert Parsers.of(tokenizer, "none", "none") == Parsers(None, None)
+    assert Parsers.of(tokenizer, "mistral", "deepseek-r1") == Parsers("mistral", "deepseek-r1")

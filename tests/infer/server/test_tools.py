@@ -13,10 +13,10 @@ from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.load.answer import Answer
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.update import Update
+from toolkit.infer.server.answer_parser import Parsers
 from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.message_protocol import ToolFields, forced_schema
 from toolkit.infer.server.openai_protocol import ChatRequest
-from toolkit.infer.server.parsers import Parsers
 from toolkit.infer.server.writing import Writing
 
 WEATHER = {
@@ -77,10 +77,9 @@ def test_whole_and_streamed_calls_are_equal(scene, run):
             streamed["content"] += choice.delta.content or ""
             streamed["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
             streamed["reasons"] += [choice.finish_reason] if choice.finish_reason else []
-            for delta in choice.delta.tool_calls or ():
+            for delta in choice.delta.tool_calls or ():  # a call comes in one piece
                 if delta.id:
-                    streamed["calls"][delta.index] = [delta.function.name, ""]
-                streamed["calls"][delta.index][1] += delta.function.arguments
+                    streamed["calls"][delta.index] = [delta.function.name, delta.function.arguments]
         usage = chunk.usage
     assert streamed == {
         "content": "I look.",

@@ -9,29 +9,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from toolkit import __version__
 from toolkit.infer.server import api_errors
 from toolkit.infer.server.completions import Completions, Served
 from toolkit.infer.server.gate import Gate
 from toolkit.infer.server.life_cycle import LifeCycle
-from toolkit.infer.server.monitoring import add_monitoring, watching
+from toolkit.infer.server.metrics import watching
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
-from toolkit.infer.server.responses_protocol import ResponsesRequest
+from toolkit.infer.server.responses import ResponsesRequest
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 SHUTDOWN_S = 5  # time to send the ends of answers that were cut
-HEAD_S = 30.0  # a connection that begins no request, or not the whole head of one, is closed after one to two of these
+PAGE = Path(__file__).with_name("status.html")
+# The page loads nothing from elsewhere, and no other page may show it.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
 
 
 class AddressError(ValueError):
@@ -60,12 +68,21 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
     app = FastAPI(title="toolkit serve", version=__version__, lifespan=lifespan, responses=api_errors.DOCUMENTED)
     app.state.completions, app.state.life = server, life
     api_errors.install(app)
-    app.add_middleware(Gate, settings=settings, life=life, replies=server.metrics.replies)
+    app.add_middleware(Gate, settings=settings, life=life, count_reply=server.metrics.count_reply)
+    if settings.allowed_hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     if settings.allowed_origins:  # outside of the gate: a browser asks for permission without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
 
+    _add_endpoints(app, server)
+    _add_monitoring(app, server, life)
+    _name_the_model(app, served.model_name)
+    return app
+
+
+def _add_endpoints(app: FastAPI, server: Completions) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: Request) -> Response:
         return await server.chat(body, http)
@@ -100,6 +117,10 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+
+def _add_monitoring(app: FastAPI, server: Completions, life: LifeCycle) -> None:
+    """Routes for operators. None shows a prompt, an answer or a key."""
+
     @app.get("/health")
     async def health() -> Response:
         alive = server.engine.alive
@@ -109,9 +130,25 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
     async def ready() -> Response:
         return JSONResponse({"status": life.state}, 200 if life.state == "ready" else 503)
 
-    add_monitoring(app, served, server.metrics)
-    _name_the_model(app, served.model_name)
-    return app
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(http: Request) -> Response:
+        text, content_type = server.metrics.text(http.headers.get("accept", ""), time.perf_counter())
+        return Response(text, headers={"Content-Type": content_type})
+
+    @app.get("/status")
+    async def status() -> dict[str, Any]:
+        return {
+            "model": server.served.model_name,
+            "version": __version__,
+            "context_length": server.served.context_length,
+            "shape": server.served.shape_name,
+            "uptime_s": round(time.time() - server.created, 1),
+            **server.metrics.status(time.perf_counter()),
+        }
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
 
 
 def _name_the_model(app: FastAPI, name: str) -> None:
@@ -171,34 +208,9 @@ class _Uvicorn(uvicorn.Server):
         return over or self._life.failure is not None
 
 
-class _Connection(H11Protocol):
-    """A connection that is closed if a client does not send the head of its next request."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._check_later(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _check_later(self, cycle: object) -> None:
-        self._timer = self.loop.call_later(HEAD_S, self._check, cycle)
-
-    def _check(self, before: object) -> None:
-        """before: the latest request at the last check."""
-        waits = self.cycle is None or self.cycle.response_complete
-        if waits and self.cycle is before:
-            self.transport.close()
-        else:
-            self._check_later(self.cycle)
-
-
 def uvicorn_config(app: FastAPI, shutdown_s: int) -> uvicorn.Config:
     """How uvicorn runs the app: without a log of accesses, which would hold the paths and times of all requests."""
-    return uvicorn.Config(
-        app, http=_Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_s
-    )
+    return uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_s)
 
 
 def serve_forever(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_text, text_ids
 from toolkit.infer.server.admission import PromptLimit
+from toolkit.infer.server.answer_parser import Parsers, reads, template_text
 from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.message_protocol import for_template, wrap_arguments
 from toolkit.infer.server.openai_protocol import ChatRequest
-from toolkit.infer.server.parsers import Parsers, reads, template_text
 from toolkit.infer.server.tool_prompt import in_text
 
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates: Qwen's and GLM's, DeepSeek's

@@ -20,18 +20,17 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.admission import Admission, Deadline, PromptLimit, told
-from toolkit.infer.server.answer_pieces import AnswerParser, Piece
+from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
 from toolkit.infer.server.chat_prompts import ChatPrompts
+from toolkit.infer.server.metrics import ServerMetrics
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
 from toolkit.infer.server.openai_replies import EventStream, Form, LogprobForm, ReplyForm, unless_disconnected
-from toolkit.infer.server.parsers import Parsers, prompt_end
 from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params
-from toolkit.infer.server.responses import ResponseForm
-from toolkit.infer.server.responses_protocol import NAMES_IN_RESPONSES, ResponsesRequest, chat_of
-from toolkit.infer.server.server_metrics import ServerMetrics
+from toolkit.infer.server.responses import ResponseForm, ResponsesRequest, chat_of, in_responses
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest, text_of, tokens_of
+from toolkit.infer.server.tool_calls import Piece
 from toolkit.infer.server.writing import Writing
 from toolkit.log import get_logger
 
@@ -87,10 +86,9 @@ class Completions:
         self.check_model(body.model)
         try:
             chat = chat_of(body)
-            form = ResponseForm(body, self.served.defaults)
-            return await self.reply(chat, partial(self._chat_ids, chat), "input", http, form)
+            return await self.reply(chat, partial(self._chat_ids, chat), "input", http, ResponseForm(body))
         except ApiError as error:
-            error.param = NAMES_IN_RESPONSES.get(error.param or "", error.param)
+            error.param = in_responses(error.param)
             raise
 
     def _chat_ids(self, body: ChatRequest) -> list[list[int]]:
@@ -125,7 +123,7 @@ class Completions:
     def _parser(self, body: GenerationFields, ids: Sequence[int]) -> AnswerParser:
         """A parser for one answer. Raw completions, and answers with a grammar of their own, are not parsed."""
         if not isinstance(body, ChatRequest) or (body.has_grammar and not body.forced):
-            return Parsers().start({}, "", forced=False, one_call=False)
+            return AnswerParser()
         schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
         end = prompt_end(self.served.tokenizer, ids)
         parsers = self.served.parsers

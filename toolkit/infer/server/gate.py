@@ -1,6 +1,6 @@
-"""What a request passes before the endpoints see it: the name it calls, its key, the server's state, its body's size.
+"""What a request passes before the endpoints see it: its key, its body's size, the server's state.
 
-client --> CORS --> Gate: host (403), key (401), draining or stuck (503), body (413, 408) --> endpoints --> engine
+client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> endpoints --> engine
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import base64
 import hashlib
 import hmac
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,10 +51,12 @@ class ApiKeys:
 
 
 class Gate:
-    """ASGI middleware that refuses a request, or passes it on with its whole body. replies: POSTs by their status."""
+    """ASGI middleware that refuses a request, or passes it on with its whole body. count_reply: for POSTs."""
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSettings, life: LifeCycle, replies: Counter[str]) -> None:
-        self._app, self._settings, self._life, self._replies = app, settings, life, replies
+    def __init__(
+        self, app: ASGIApp, *, settings: ServerSettings, life: LifeCycle, count_reply: Callable[[int], None]
+    ) -> None:
+        self._app, self._settings, self._life, self._count_reply = app, settings, life, count_reply
         self._keys = ApiKeys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,25 +72,24 @@ class Gate:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                self._replies[str(message["status"])] += 1
+                self._count_reply(message["status"])
             await send(message)
 
         try:
             await self._pass(scope, receive, counted)
         except Exception:  # becomes a 500 outside of this middleware
-            self._replies["500"] += not begun
+            if not begun:
+                self._count_reply(500)
             raise
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_host(scope)
             self._keys.check(scope)
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            self._life.check_accepts()
             body = await self._body(scope, receive)
-            self._life.check_accepts()  # sending it may have taken long
+            self._life.check_accepts()
             scope.setdefault("state", {})["arrived"] = time.monotonic()  # deadlines count from here
         except ApiError as error:
             headers = {**error.headers, "Connection": "close"}  # the rest of its body is not read
@@ -100,18 +100,9 @@ class Gate:
         with self._life.answering():
             await self._app(scope, _replay(body, receive), send)
 
-    def _check_host(self, scope: Scope) -> None:
-        """Raise the 403 for a request that calls the server by a name that is not its own."""
-        allowed = self._settings.allowed_hosts
-        if allowed and scope["path"] not in OPEN_PATHS and _host_of(scope) not in allowed:
-            message = f"this server answers to {', '.join(allowed)} only; to let others reach it, give it a key"
-            raise ApiError(403, f"{message} (--api-key-file)", code="host_not_allowed")
-
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body. A larger one is read to its end but not kept: many clients read no reply before that."""
-        most, stated = self._settings.max_body_bytes, _header(scope, b"content-length")
-        if stated and int(stated) > most and _header(scope, b"expect"):
-            raise self._too_large(int(stated))
+        most = self._settings.max_body_bytes
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -134,13 +125,9 @@ class Gate:
                     code="request_incomplete",
                 ) from None
         if size > most:
-            raise self._too_large(size)
+            problem = f"the body has {size} bytes or more; this server takes {most} (--max-body-bytes): send less"
+            raise ApiError(413, problem, code="request_too_large")
         return b"".join(parts)
-
-    def _too_large(self, size: int) -> ApiError:
-        most = self._settings.max_body_bytes
-        message = f"the body has {size} bytes or more; this server takes {most} (--max-body-bytes): send a shorter one"
-        return ApiError(413, message, code="request_too_large")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -168,12 +155,6 @@ def _key_of(authorization: bytes) -> bytes:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _host_of(scope: Scope) -> str:
-    """The name in the header Host, without its port."""
-    host = _header(scope, b"host").decode("latin-1").strip().lower()
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def _hash(key: bytes) -> bytes:

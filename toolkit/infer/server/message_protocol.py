@@ -68,7 +68,8 @@ class Strict(BaseModel):
 class TextPart(Strict):
     """One text part of a message. Other parts (images, audio) are refused."""
 
-    type: Literal["text"]
+    neutral = {"annotations": ([],), "logprobs": ([],)}  # of an answer's part, which clients send back
+    type: Literal["text", "input_text", "output_text"]  # the last two: in responses
     text: Text
 
 

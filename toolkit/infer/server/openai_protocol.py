@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from toolkit.infer.request.chat_prompt import ANY
 from toolkit.infer.request.params import MOST_LOGPROBS
+from toolkit.infer.server.api_errors import from_validation
 from toolkit.infer.server.message_protocol import (
     ChatMessage,
     JsonObject,
@@ -205,6 +206,14 @@ class ChatRequest(GenerationFields, ToolFields):
     reasoning_effort: Text | None = None
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
+
+    @classmethod
+    def checked(cls, body: dict[str, Any]) -> ChatRequest:
+        """The request of a body that was made from another form of a chat. Raises ApiError."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from error
 
     @model_validator(mode="after")
     def _one_grammar(self) -> ChatRequest:

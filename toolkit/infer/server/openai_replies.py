@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.answer_pieces import Kind, Piece
+from toolkit.infer.server.tool_calls import Kind, Piece
 
 T = TypeVar("T")
 
@@ -128,19 +128,15 @@ class ReplyForm:
         }
 
 
-def joined(pieces: Sequence[Piece], kind: Kind, index: int = -1) -> str:
-    """The text of all pieces of one kind and, for arguments, of one call."""
-    return "".join(piece.text for piece in pieces if piece.kind == kind and piece.index == index)
+def joined(pieces: Sequence[Piece], kind: Kind) -> str:
+    """The text of all pieces of one kind."""
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
 def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     """The assistant's message of a whole answer."""
     content, reasoning = joined(pieces, "content"), joined(pieces, "reasoning")
-    calls = [
-        _call(piece.id, piece.text, joined(pieces, "arguments", piece.index))
-        for piece in pieces
-        if piece.kind == "call"
-    ]
+    calls = [_call(piece) for piece in pieces if piece.kind == "call"]
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -150,14 +146,12 @@ def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
 def delta_of(piece: Piece) -> dict[str, Any]:
     """What a streamed chat adds to the message by one piece."""
     if piece.kind == "call":
-        return {"tool_calls": [{"index": piece.index, **_call(piece.id, piece.text, "")}]}
-    if piece.kind == "arguments":
-        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+        return {"tool_calls": [{"index": piece.index, **_call(piece)}]}
     return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
 
 
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(piece: Piece) -> dict[str, Any]:
+    return {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.text}}
 
 
 def sse(body: dict[str, Any]) -> str:

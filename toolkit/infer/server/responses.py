@@ -1,178 +1,200 @@
-"""Replies of /v1/responses: items (reasoning, a message, function calls), whole and as typed events.
+"""POST /v1/responses as a chat: the request becomes a chat request, the pieces of its answer become items and events.
 
-response.created, response.in_progress
-  response.output_item.added            for each item
-    response.content_part.added           text and reasoning only
-    response.output_text.delta .. done    or response.reasoning_text.*, response.function_call_arguments.*
-    response.content_part.done
-  response.output_item.done
-response.completed | response.incomplete | response.failed  with the whole response
+Nothing is stored. A field that is not translated is a 400 that names it; reasoning is counted in `usage` only.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from toolkit.infer.server.answer_pieces import Piece
-from toolkit.infer.server.request_params import DefaultSampling
-from toolkit.infer.server.responses_protocol import ResponsesRequest, TextFormat
+from pydantic import Field
 
-DELTA = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
+from toolkit.chat_rows import short
+from toolkit.infer.request.chat_prompt import ANY
+from toolkit.infer.server.api_errors import ApiError
+from toolkit.infer.server.message_protocol import JsonObject, Strict, Text
+from toolkit.infer.server.openai_protocol import ChatRequest
+from toolkit.infer.server.tool_calls import Piece
+
+# Field -> neutral values, see Strict.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), (ANY,)),
+    **dict.fromkeys(("store", "background"), (False,)),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+    "include": ([],),
+    "stream_options": ({"include_obfuscation": False}, {}),
+}
+# Name of a chat's field (pattern) -> name of a response's field.
+RENAMED = (
+    (r"^messages\b.*", "input"),
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^max_tokens", "max_output_tokens"),
+    (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
+)
+
+
+class TextSettings(Strict):
+    """Settings of the answer's text. format: as `response_format` of a chat, without its inner object."""
+
+    format: JsonObject | None = None
+
+
+class ResponsesRequest(Strict):
+    """Body of POST /v1/responses. What a chat has too is checked when it has become one."""
+
+    neutral = NEUTRAL
+    model: str
+    input: Text | list[JsonObject] = Field(min_length=1)
+    instructions: Text | None = None
+    text: TextSettings | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool = False
+    tools: list[JsonObject] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | JsonObject = "auto"
+    parallel_tool_calls: bool = True
+    speculative: bool = True
+    shape: str | None = None
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """The chat request with the same meaning. Raises ApiError in the names of chats, see `in_responses`."""
+    same = ("model", "stream", "temperature", "top_p", "speculative", "shape", "parallel_tool_calls")
+    chat = {name: getattr(body, name) for name in same} | {"max_tokens": body.max_output_tokens}
+    chat["messages"] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    for item in body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]:
+        _add_item(chat["messages"], item)
+    chat["tools"] = [_nested(tool, "function") for tool in body.tools]
+    choice = body.tool_choice
+    chat["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "function")
+    if body.text and body.text.format:
+        chat["response_format"] = _nested(body.text.format, "json_schema")
+    return ChatRequest.checked(chat)
+
+
+def in_responses(param: str | None) -> str | None:
+    """The name of a chat's field in a response."""
+    for pattern, name in RENAMED:
+        param = param and re.sub(pattern, name, param)
+    return param
+
+
+def _nested(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """{"type", ..} of a response in the form of chats: {"type", name: {..}}."""
+    inner = {key: one for key, one in value.items() if key != "type" and one is not None}
+    return {"type": value.get("type")} | ({name: inner} if inner else {})
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item of the input to a chat. A call joins the answer before it."""
+    kind = item.get("type") or "message"
+    rest = {name: value for name, value in item.items() if name not in ("type", "id", "status")}
+    if kind == "function_call":
+        if not messages or messages[-1].get("role") != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append({"id": rest.pop("call_id", None), "function": rest})
+    elif kind == "function_call_output":
+        names = {"call_id": "tool_call_id", "output": "content"}
+        messages.append({"role": "tool", **{names.get(name, name): value for name, value in rest.items()}})
+    elif kind == "message":
+        messages.append(rest)
+    else:
+        message = f"an item's 'type' must be message, function_call or function_call_output, got {short(kind)}"
+        raise ApiError(400, message, param="input", code="invalid_value")
+
+
+USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+USAGE |= {f"{name}_details": f"{new}_details" for name, new in USAGE.items()}
 STATUSES = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}  # by finish reason; "abort": failed
-# OpenAI has no code of its own for an answer that was cut: `incomplete_details` knows max_output_tokens only.
+# OpenAI has no code for an answer that its time or a shutdown has cut.
 CUT = {"code": "server_error", "message": "the answer was cut: its time was up, or the server shut down"}
+ENDS = {"incomplete": {"incomplete_details": {"reason": "max_output_tokens"}}, "failed": {"error": CUT}}
 
 
 class ResponseForm:
-    """One response while it is written; a `Form` of the one answer of a request."""
+    """One response while it is written; as `ReplyForm`, for the one answer of a request."""
 
-    def __init__(self, body: ResponsesRequest, defaults: DefaultSampling) -> None:
-        text_format = (body.text and body.text.format) or TextFormat.model_validate({"type": "text"})
-        self.id = f"resp_{uuid.uuid4().hex}"
+    def __init__(self, body: ResponsesRequest) -> None:
+        names = "model instructions max_output_tokens temperature top_p tools tool_choice parallel_tool_calls"
+        self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
+        self._head |= body.model_dump(include=set(names.split())) | {"store": False, "incomplete_details": None}
         self._items: list[dict[str, Any]] = []
-        self._kind = ""  # of the open item
-        self._text = ""  # of the open item
-        self._sequence = 0
-        self._status = "in_progress"
-        self._echo = {
-            "id": self.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.model,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": False,
-            "temperature": defaults.temperature if body.temperature is None else body.temperature,
-            "text": {"format": text_format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools],
-            "top_p": defaults.top_p if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-        }
+        self._open: dict[str, Any] | None = None  # the part of the message that is written
+        self._status, self._sequence = "in_progress", 0
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of the response. choices: not needed, `choice` has kept them."""
-        return {
-            **self._echo,
-            "status": self._status,
-            "error": CUT if self._status == "failed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "output": self._items,
-            "usage": usage_of(usage) if usage else None,
-        }
+        state: dict[str, Any] = {"status": self._status, "output": self._items, "error": None}
+        state["usage"] = {USAGE.get(name, name): value for name, value in usage.items()} or None
+        return self._head | state | ENDS.get(self._status, {})
 
-    def choice(
-        self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: Any = None) -> dict[str, Any]:
         """Take the whole answer."""
         for piece in pieces:
-            self.piece(index, piece, logprobs)
-        self.ended(index, finish_reason, logprobs, {})
+            self.piece(index, piece)
+        self.ended(index, finish_reason)
         return {}
 
     def first(self, index: int) -> list[str]:
         """Events that begin a stream."""
-        return [self._event(f"response.{name}", response=self.whole((), {})) for name in ("created", "in_progress")]
+        return [self._event(name, response=self.whole((), {})) for name in ("created", "in_progress")]
 
-    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> str:
+    def piece(self, index: int, piece: Piece, logprobs: Any = None) -> str:
         """Events with a new piece."""
-        events = []
-        if piece.kind == "call" or (piece.kind != "arguments" and piece.kind != self._kind):
-            events = [*self._close(), *self._open(piece)]
-        if piece.kind != "call" and piece.text:
-            self._text += piece.text
-            place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-            place |= {} if piece.kind == "arguments" else {"content_index": 0}
-            place |= {"logprobs": []} if piece.kind == "content" else {}
-            events.append(self._event(f"response.{DELTA[piece.kind]}.delta", **place, delta=piece.text))
-        return "".join(events)
+        if piece.kind == "reasoning":
+            return ""
+        if piece.kind == "call":
+            call = {"type": "function_call", "call_id": piece.id, "name": piece.name, "arguments": ""}
+            events = self._close() + self._begin("fc", call)
+            events += self._event("function_call_arguments.delta", delta=piece.text)
+            self._items[-1] |= {"arguments": piece.text, "status": "completed"}
+            events += self._event("function_call_arguments.done", arguments=piece.text)
+            return events + self._event("output_item.done", item=self._items[-1])
+        events = "" if self._open else self._begin("msg", {"type": "message", "role": "assistant", "content": []})
+        if self._open is None:
+            self._open = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._items[-1]["content"] = [self._open]
+            events += self._event("content_part.added", part=self._open)
+        self._open["text"] += piece.text
+        return events + self._event("output_text.delta", delta=piece.text, logprobs=[])
 
-    def ended(
-        self, index: int, finish_reason: str, logprobs: dict[str, Any] | None, extra: dict[str, Any]
-    ) -> list[str]:
-        """Events that end the last item. extra: empty, as no field of a request asks for any."""
+    def ended(self, index: int, finish_reason: str, logprobs: Any = None, extra: Any = None) -> list[str]:
+        """Events that end the last item."""
         self._status = STATUSES.get(finish_reason, "failed")
-        return self._close("completed" if self._status == "completed" else "incomplete")
+        return [self._close("completed" if self._status == "completed" else "incomplete")]
 
     def last(self, usage: dict[str, Any]) -> list[str]:
         """The event that ends a stream."""
-        return [self._event(f"response.{self._status}", response=self.whole((), usage))]
+        return [self._event(self._status, response=self.whole((), usage))]
 
     def failed(self, body: dict[str, Any]) -> str:
         """The last event of a stream whose answer failed; body: as of a reply with an error's status."""
-        error = body["error"]
-        return self._event("error", **{name: error[name] for name in ("code", "message", "param")})
+        return self._event("error", **{name: body["error"][name] for name in ("code", "message", "param")})
 
-    def _open(self, piece: Piece) -> list[str]:
-        """Begin an item."""
-        self._text, self._kind = "", piece.kind
-        name = uuid.uuid4().hex
-        item: dict[str, Any]
-        if piece.kind == "call":
-            self._kind = "arguments"
-            item = {"id": f"fc_{name}", "type": "function_call", "call_id": piece.id, "name": piece.text}
-            item |= {"arguments": ""}
-        elif piece.kind == "reasoning":
-            item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
-        else:
-            item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": []}
-        self._items.append({**item, "status": "in_progress"})
-        place = {"output_index": len(self._items) - 1}
-        events = [self._event("response.output_item.added", **place, item=self._items[-1])]
-        if self._kind != "arguments":
-            place = {"item_id": self._items[-1]["id"], **place, "content_index": 0}
-            events.append(self._event("response.content_part.added", **place, part=self._part()))
-        return events
+    def _begin(self, prefix: str, item: dict[str, Any]) -> str:
+        self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
+        return self._event("output_item.added", item=self._items[-1])
 
-    def _close(self, status: str = "completed") -> list[str]:
-        """End the open item, if there is one."""
-        if not self._kind:
-            return []
-        item = self._items[-1]
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        done = f"response.{DELTA[self._kind]}.done"
-        if self._kind == "arguments":
-            item["arguments"] = self._text
-            events = [self._event(done, **place, name=item["name"], arguments=self._text)]
-        else:
-            item["content"] = [self._part()]
-            place["content_index"] = 0
-            extra: dict[str, Any] = {"logprobs": []} if self._kind == "content" else {}
-            events = [
-                self._event(done, **place, **extra, text=self._text),
-                self._event("response.content_part.done", **place, part=self._part()),
-            ]
-        item["status"] = status
-        self._kind = ""
-        return [*events, self._event("response.output_item.done", output_index=place["output_index"], item=item)]
-
-    def _part(self) -> dict[str, Any]:
-        if self._kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+    def _close(self, status: str = "completed") -> str:
+        """Events that end an open message."""
+        if self._open is None:
+            return ""
+        events = self._event("output_text.done", text=self._open["text"], logprobs=[])
+        events += self._event("content_part.done", part=self._open)
+        self._open, self._items[-1]["status"] = None, status
+        return events + self._event("output_item.done", item=self._items[-1])
 
     def _event(self, kind: str, **fields: Any) -> str:
-        body = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
-    """The `usage` of a chat in the form of responses."""
-    details = usage["completion_tokens_details"]
-    renamed = {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": details,
-        "total_tokens": usage["total_tokens"],
-    }
-    return renamed | ({"speculative": usage["speculative"]} if "speculative" in usage else {})
+        """An event; beside what it says of the response or the latest item, its place."""
+        place: dict[str, Any] = {"type": kind if kind == "error" else f"response.{kind}"}
+        place["sequence_number"], self._sequence = self._sequence, self._sequence + 1
+        if self._items and "response" not in fields:
+            place |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return f"event: {place['type']}\ndata: {json.dumps(place | fields, ensure_ascii=False, allow_nan=False)}\n\n"

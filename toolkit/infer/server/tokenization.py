@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from toolkit.infer.server.admission import PromptLimit
-from toolkit.infer.server.api_errors import ApiError, from_validation
+from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.message_protocol import (
     MOST_TOOLS,
@@ -59,10 +59,7 @@ def tokens_of(body: TokenizeRequest, tokenizer: Any, prompts: ChatPrompts, limit
         ids = list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
     else:
         fields = {"model": "", "messages": body.messages, "tools": body.tools}
-        try:
-            chat = ChatRequest.model_validate({**fields, "chat_template_kwargs": body.chat_template_kwargs})
-        except ValidationError as error:
-            raise from_validation(error.errors()) from error
+        chat = ChatRequest.checked({**fields, "chat_template_kwargs": body.chat_template_kwargs})
         ids = prompts.ids(chat, generation_prompt=body.add_generation_prompt is not False, limit=limit)
     texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": limit.context_length, "tokens": ids, "token_strs": texts}

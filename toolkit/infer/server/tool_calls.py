@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer: calls whose arguments are a JSON object, in the written forms of the families.
+"""Tool calls in the text of an answer, in the written forms of the families.
 
     <tool_call>\\n{"name": "f", "arguments": {"a": 1}}\\n</tool_call>      hermes: Hermes, Qwen 2.5, Qwen 3
     {"name": "f", "parameters": {"a": 1}}; {..}                          llama3-json: after <|python_tag|> or bare
@@ -6,54 +6,144 @@
     [TOOL_CALLS]f[ARGS]{"a": 1}                                          mistral, since tokenizer v11
     <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\\n```json\\n{"a": 1}\\n```..  deepseek: V3, R1
     <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>           deepseek: V3.1
+    <tool_call><function=f><parameter=a>\\n1\\n</parameter></function>..   qwen3-coder
+    <tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>..       glm45
+    <|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>      gpt-oss, which marks reasoning and content too
     head ------------------------------------^ arguments    ^ gap
 
-The arguments are passed on as they are written. What does not become a call of an offered function is content.
+A call is one piece, which comes when the call is complete. JSON arguments are passed on as they are written. What does
+not become a call of an offered function is content.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from toolkit.infer.server.answer_pieces import SteppedParser
+from toolkit.infer.request.detokenize import possible_beginning
 
-MOST_HEAD_CHARACTERS = 1000  # a longer beginning is no call
+Kind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer: text, or a whole call, whose `text` is its arguments (JSON) and `name` its function.
+
+    index: number of the call among the answer's calls, -1 for text; id: the call's id.
+    """
+
+    kind: Kind
+    text: str
+    name: str = ""
+    index: int = -1
+    id: str = ""
+
+
+class SteppedParser:
+    """A parser made of steps. A step reads from the front of `_text`, writes pieces, and sets the next `_step`.
+
+    A step returns False when it needs more text. `_ended`: no more text will come. `_cut`: nor had the model ended its
+    answer. markers: the special tokens whose text the parser has to see. thinking: the text ends within reasoning.
+    Without a first step all text is content.
+    """
+
+    markers: tuple[str, ...] = ()
+    thinking = False
+
+    def __init__(self, first: Callable[[], bool] | None = None) -> None:
+        self._step = first or self._plain
+        self._text = ""
+        self._ended = self._cut = False
+        self._pieces: list[Piece] = []
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text. Returns the pieces that are certain now."""
+        self._text += text
+        self._pieces = []
+        while self._step():
+            pass
+        return self._pieces
+
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """Return the rest at the end of the answer. cut: the model would have gone on."""
+        self._ended, self._cut = True, cut
+        return self.push("")
+
+    def _plain(self) -> bool:
+        self._write("content", self._text)
+        self._text = ""
+        return False
+
+    def _write(self, kind: Kind, text: str, name: str = "") -> None:
+        if text or kind == "call":
+            self._pieces.append(Piece(kind, text, name))
+
+    def _go(self, step: Callable[[], bool]) -> bool:
+        self._step = step
+        return True
+
+    def _before(self, marks: Sequence[str]) -> tuple[str, str | None]:
+        """Take the text up to the first mark, and the mark itself. Mark None: take what cannot belong to one.
+
+        Whitespace before a mark, or before what may become one, is held; it is dropped when the mark comes.
+        """
+        found = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        if found:
+            at, _, mark = min(found)
+            text, self._text = self._text[:at], self._text[at + len(mark) :]
+            return text.rstrip(), mark
+        if self._ended:
+            text, self._text = self._text, ""
+            return text, None
+        safe = len(self._text[: len(self._text) - possible_beginning(self._text, marks)].rstrip())
+        text, self._text = self._text[:safe], self._text[safe:]
+        return text, None
+
+    def _may_begin(self, marks: Sequence[str]) -> bool:
+        """Whether more text could make `_text` start with one of `marks`."""
+        return not self._ended and any(mark.startswith(self._text) for mark in marks)
+
+
+LONGEST_HEAD = 1000  # characters; a longer beginning is no call
 WHITESPACE = " \t\r\n"
+NAME = r"(?P<name>[\w.-]{1,64})"
 OBJECT_HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-# An object with such a first key is no call.
-OTHER_KEY = re.compile(r'\{\s*(?:"(?!(?:name|arguments|parameters|type|id)")[^"]*"|[^"\s])')
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """How a family writes calls.
 
-    opens: marks before calls; ends: marks after them. bare: characters that begin calls at the answer's beginning
-    without a mark. head: what stands between mark and arguments where a call is no object of its own. gap: characters
-    between calls, besides whitespace. listed: an object after a gap is another call.
+    opens: marks before calls; ends: marks after them; inner: further special tokens. bare: characters that begin calls
+    at the answer's beginning without a mark. head: what stands between mark and arguments where a call is no object of
+    its own. gap: characters between calls, besides whitespace. listed: an object after a gap is another call.
+    argument: of arguments between tags, one by one, from the tag `key_opens` to the tag `value_closes`.
     """
 
     opens: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     bare: str = ""
     head: re.Pattern[str] | None = None
-    gap: str = "}"
+    gap: str = ""
     listed: bool = False
+    argument: re.Pattern[str] | None = None
+    key_opens: str = ""
+    value_closes: str = ""
 
 
-NAME = r"(?P<name>[\w.-]{1,64})"
 FORMATS = {
-    "hermes": CallFormat(("<tool_call>",), ("</tool_call>",)),
+    "hermes": CallFormat(("<tool_call>",), ("</tool_call>",), gap="}"),
     "llama3-json": CallFormat(("<|python_tag|>",), bare="{", gap="};,", listed=True),
     "mistral": CallFormat(
         ("[TOOL_CALLS]",),
+        inner=("[ARGS]", "[CALL_ID]"),
         head=re.compile(NAME + r"(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"),
         gap="},]",
         listed=True,
@@ -61,40 +151,55 @@ FORMATS = {
     "deepseek": CallFormat(
         ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        inner=("<｜tool▁sep｜>",),
         head=re.compile(rf"(?:function<｜tool▁sep｜>)?\s*{NAME}\s*(?:```json|<｜tool▁sep｜>)?\s*(?=\{{)"),
         gap="`",
+    ),
+    "qwen3-coder": CallFormat(
+        ("<tool_call>", "<function="),
+        ("</function>", "</tool_call>"),
+        head=re.compile(r"\s*(?P<name>[^>\s]+)\s*>"),
+        argument=re.compile(r"<parameter=\s*(?P<key>[^>]+?)\s*>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL),
+        key_opens="<parameter=",
+        value_closes="</parameter>",
+    ),
+    "glm45": CallFormat(
+        ("<tool_call>",),
+        ("</tool_call>",),
+        head=re.compile(rf"\s*{NAME}\s*(?=<arg_key>|</tool_call>)"),
+        argument=re.compile(
+            r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL
+        ),
+        key_opens="<arg_key>",
+        value_closes="</arg_value>",
     ),
     # The answer of a request whose tool_choice asks for a call: a grammar makes it a list of calls.
     "forced": CallFormat(bare="[{", gap="},]", listed=True),
 }
-EXTRA_MARKERS = {"mistral": ("[ARGS]", "[CALL_ID]"), "deepseek": ("<｜tool▁sep｜>",)}
+PYTHON_WORDS = {"True": True, "False": False, "None": None}  # models write them too
 
 
 class JsonEnd:
     """Finds the end of one bracketed value that comes in parts. `done`: it has ended, or is no such value."""
 
-    def __init__(self, quotes: str = '"') -> None:
-        self._quotes = quotes
+    def __init__(self) -> None:
         self._depth = 0
-        self._quote = ""  # the quotation mark of the string that is open
-        self._escaped = False
+        self._in_string = self._escaped = False
         self.done = False
 
     def read(self, text: str) -> int:
         """Number of characters of `text` that belong to the value."""
         for at, character in enumerate(text):
-            if self._quote:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in self._quotes:
-                self._quote = character
-            elif character in "{[(":
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
                 self._depth += 1
-            elif character in ")]}":
+            elif character in "]}":
                 self._depth -= 1
                 if self._depth == 0:
                     self.done = True
@@ -105,15 +210,17 @@ class JsonEnd:
         return len(text)
 
 
-class JsonCalls(SteppedParser):
-    """Parses the calls of one format. names: the offered functions."""
+class CallParser(SteppedParser):
+    """Parses the calls of one format. schemas: JSON schemas of the offered functions' arguments, by name."""
 
-    def __init__(self, family: str, names: Collection[str]) -> None:
+    def __init__(self, family: str, schemas: Mapping[str, Any]) -> None:
         super().__init__(self._first)
         self._form = FORMATS[family]
-        self._names = names
-        self.markers = (*self._form.opens, *self._form.ends, *EXTRA_MARKERS.get(family, ()))
-        self._opened = ""
+        self._schemas = schemas
+        self.markers = (*self._form.opens, *self._form.ends, *self._form.inner)
+        self._opened = ""  # what was taken as the beginning of a call; content if it is none
+        self._name = ""
+        self._values: dict[str, Any] = {}  # of arguments between tags
         self._value, self._scanned = JsonEnd(), 0
 
     def _first(self) -> bool:
@@ -124,8 +231,14 @@ class JsonCalls(SteppedParser):
         return self._to_head("") if start[:1] in tuple(self._form.bare) else self._go(self._content)
 
     def _content(self) -> bool:
-        opened = self._content_before(self._form.opens)
-        return False if opened is None else self._to_head(opened)
+        full = self._text
+        text, mark = self._before(self._form.opens)
+        self._write("content", text)
+        return False if mark is None else self._to_head(full[len(text) : full.index(mark) + len(mark)])
+
+    def _to_head(self, opened: str) -> bool:
+        self._opened, self._value, self._scanned = opened, JsonEnd(), 0
+        return self._go(self._head)
 
     def _head(self) -> bool:
         """Between the mark and the arguments."""
@@ -137,65 +250,97 @@ class JsonCalls(SteppedParser):
             return True
         if not self._ended and any(mark.startswith(start) for mark in self._form.opens):
             return False
-        is_object = start.startswith("{")
+        is_object = start.startswith("{") and self._form.argument is None
         head = OBJECT_HEAD if is_object else self._form.head
         if match := head.match(start) if head is not None else None:
-            return self._begin(match, start)
+            self._name = unquoted(match["name"])
+            if self._name not in self._schemas:
+                return self._refuse()
+            self._text, self._value, self._scanned, self._values = start[match.end() :], JsonEnd(), 0, {}
+            return self._go(self._json if self._form.argument is None else self._tags)
         if is_object:
             return self._other_object(start)
-        hopeless = self._ended or len(start) > MOST_HEAD_CHARACTERS or any(mark in start for mark in self._form.ends)
+        hopeless = self._ended or len(start) > LONGEST_HEAD or any(mark in start for mark in self._form.ends)
         return self._refuse() if hopeless or (start and head is None) else False
-
-    def _begin(self, match: re.Match[str], start: str) -> bool:
-        name = unquoted(match["name"])
-        if name not in self._names:
-            return self._refuse()
-        self._write("call", name)
-        self._text, self._opened, self._value = start[match.end() :], "", JsonEnd()
-        return self._go(self._arguments)
 
     def _other_object(self, start: str) -> bool:
         """An object whose keys are in another order, or whose arguments are no object: read when it is whole."""
-        if OTHER_KEY.match(start):
-            return self._refuse()
         self._scanned += self._value.read(start[self._scanned :])
-        if not self._value.done:
-            return self._refuse() if self._ended else False
-        call = call_of(start[: self._scanned])
-        if call is None or call[0] not in self._names:
+        if not self._value.done and not self._ended:
+            return False
+        name, arguments = call_of(start[: self._scanned])
+        if name not in self._schemas:
             return self._refuse()
-        self._write("call", call[0])
-        self._write("arguments", call[1])
-        self._text, self._opened = start[self._scanned :], ""
-        return self._go(self._gap)
-
-    def _to_head(self, opened: str) -> bool:
-        """Expect a call. opened: what was taken as its beginning; content if it is none."""
-        self._opened, self._value, self._scanned = opened, JsonEnd(), 0
-        return self._go(self._head)
+        self._name, self._text = name, start[self._scanned :]
+        return self._call(arguments)
 
     def _refuse(self) -> bool:
         """No call after all: what was taken is content, and the rest is searched for calls as before."""
         self._write("content", self._opened)
-        self._opened = ""
         return self._go(self._content)
 
-    def _arguments(self) -> bool:
-        length = self._value.read(self._text)
-        self._write("arguments", self._text[:length])
-        self._text = self._text[length:]
-        return self._go(self._gap) if self._value.done else False
+    def _json(self) -> bool:
+        self._scanned += self._value.read(self._text[self._scanned :])
+        if not self._value.done and not self._ended:
+            return False
+        arguments, self._text = self._text[: self._scanned], self._text[self._scanned :]
+        return self._call(arguments)
+
+    def _tags(self) -> bool:
+        """One argument between tags, or the end of the call."""
+        form, start = self._form, self._text.lstrip()
+        assert form.argument is not None
+        if start.startswith(form.key_opens):
+            start = self._with_closing_tag(start)
+        closed = form.value_closes in start  # else a long value would be searched anew at every token
+        if match := form.argument.match(start) if closed else None:
+            self._values[match["key"]] = self._typed(match["key"], match["value"])
+            self._text = start[match.end() :]
+            return True
+        expected = (form.key_opens, *form.ends)
+        if not self._ended and (start.startswith(form.key_opens) or any(mark.startswith(start) for mark in expected)):
+            return False
+        arguments = json.dumps(self._values)
+        if self._cut and not start.startswith(form.ends):
+            arguments, self._text = arguments[:-1], ""  # it must not look complete
+        return self._call(arguments)
+
+    def _with_closing_tag(self, text: str) -> str:
+        """The text of an argument, with the tag that small models forget at the end of the value."""
+        closes = text.find(self._form.value_closes)
+        end = _first_of(self._form.ends, text)
+        if end is not None and (closes < 0 or end < closes):
+            next_call = _first_of(self._form.opens, text, end)
+            if self._ended and closes < 0 or next_call is not None and (closes < 0 or next_call < closes):
+                return text[:end] + self._form.value_closes + text[end:]
+        return text + self._form.value_closes if self._ended and not self._cut and closes < 0 else text
+
+    def _typed(self, key: str, text: str) -> Any:
+        """A value between tags: text where the schema says so or where it is no JSON, else what it reads as."""
+        schema = self._schemas[self._name]
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        described = properties.get(key) if isinstance(properties, Mapping) else None
+        if isinstance(described, Mapping) and described.get("type") == "string":
+            return text
+        try:
+            value = PYTHON_WORDS[text] if text in PYTHON_WORDS else json.loads(text)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, RecursionError):  # NaN and 1e999 are no JSON, though Python reads them
+            return text
+        return value
+
+    def _call(self, arguments: str) -> bool:
+        self._write("call", arguments, self._name)
+        return self._go(self._gap)
 
     def _gap(self) -> bool:
         """After a call: its end, another call, or content."""
         self._text = self._text.lstrip(WHITESPACE + self._form.gap)
-        if not self._text:
-            return False
         for mark in self._form.ends:
             if self._text.startswith(mark):
                 self._text = self._text[len(mark) :]
                 return True
-        if self._may_begin(self._form.ends):
+        if not self._text or self._may_begin(self._form.ends):
             return False
         return self._to_head("") if self._form.listed and self._text[0] == "{" else self._go(self._content)
 
@@ -208,15 +353,81 @@ def unquoted(name: str) -> str:
         return ""
 
 
-def call_of(written: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) of a call written as one JSON object; None if it is no call."""
+def call_of(written: str) -> tuple[str, str]:
+    """(name, arguments as JSON text) of a call written as one JSON object; ("", "") if it is no call."""
     try:
         call: Any = json.loads(written, strict=False)
     except (ValueError, RecursionError):
-        return None
+        return "", ""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
+        return "", ""
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
         return call["name"], arguments.encode("utf-8", "replace").decode()
     return call["name"], json.dumps({} if arguments is None else arguments)
+
+
+def _first_of(marks: Sequence[str], text: str, start: int = 0) -> int | None:
+    """Where the first of the marks begins from `start` on; None without one."""
+    return min((at for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
+
+
+HARMONY = "gpt-oss"
+BODY, START, CHANNEL = "<|message|>", "<|start|>", "<|channel|>"
+ASSISTANT, FINAL = f"{START}assistant", f"{CHANNEL}final{BODY}"  # the end of a prompt; a header of content
+HEADERS = (START, CHANNEL, "to=")  # the prompt ends in a header's first words: an answer may go on with the recipient
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
+
+
+class HarmonyParser(SteppedParser):
+    """GPT-OSS: messages on channels, each with a header; reasoning, content and calls. names: the offered functions.
+
+    A preamble (commentary without a recipient) is content; a message to another recipient is reasoning.
+    """
+
+    markers = (BODY, "<|constrain|>", *MESSAGE_ENDS)
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._kind: Kind = "content"
+        self._name, self._arguments = "", ""
+        super().__init__(self._between)
+
+    def _between(self) -> bool:
+        """The beginning of a message. Text without a header is content."""
+        start = self._text.lstrip()
+        if start.startswith(HEADERS):
+            return self._go(self._in_header)
+        if not start or (not self._ended and any(mark.startswith(start) for mark in HEADERS)):
+            return False
+        self._kind = "content"
+        return self._go(self._body)
+
+    def _in_header(self) -> bool:
+        header, mark, body = self._text.partition(BODY)
+        if not mark:
+            return False  # an answer that ends here has no further message
+        self._text = body
+        recipient = re.search(r"to=([\w.-]+)", header)
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        self._name, self._arguments = recipient[1].removeprefix("functions.") if recipient else "", ""
+        thinks = recipient is not None or (channel is not None and channel[1] == "analysis")
+        self._kind = "call" if self._name in self._names else "reasoning" if thinks else "content"
+        self.thinking = self._kind == "reasoning"
+        return self._go(self._body)
+
+    def _body(self) -> bool:
+        text, mark = self._before(MESSAGE_ENDS)
+        if self._kind != "call":
+            self._write(self._kind, text)
+        else:
+            self._arguments += text
+            if mark is not None or self._ended:
+                self._write("call", self._arguments, self._name)
+                self._kind = "content"
+        if mark is None:
+            return False
+        self.thinking = False
+        if mark in (START, CHANNEL):
+            self._text = mark + self._text
+        return self._go(self._between)
