@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.gguf_head import gguf_file, is_gguf_head, read_gguf
 from toolkit.errors import DraftDirError, ExportError
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
 # The type of settings of a head's config.json; any of them may be absent or null.

@@ -13,8 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import ExportError
-from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.facts import TargetFacts
+from toolkit.targets.gguf_file import DEMO_NAME
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 COLUMNS = ("draft", "num_steps", "top_k", "num_draft_tokens", "temperature", "accept_length", "interval",

@@ -47,7 +47,6 @@ from toolkit.targets.facts import (
     target_file,
     tensor_names,
 )
-from toolkit.targets.mtp_names import STITCHED
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import load_freq_list, save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
@@ -55,6 +54,8 @@ from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, 
 
 log = get_logger(__name__)
 
+STITCHED = "stitched.json"  # the record in copies
+FRESH = "model-mtp.safetensors"
 # Tensors that only quantised checkpoints have.
 QUANTISED = re.compile(r"\.(weight_scale(_inv)?|weight_scale_2|weight_packed|qweight|qzeros|scales|input_scale)$")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -248,9 +249,6 @@ def _layer_state(config: MtpConfig, tensors: dict[str, Tensor], what: str) -> di
         said = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
         raise WeightsError(f"{what} does not fit {type(loaded.get_decoder().layers[0]).__name__}: {said}")
     return {f"layers.{name}": value for name, value in loaded.get_decoder().layers.state_dict().items()}
-
-
-FRESH = "model-mtp.safetensors"
 
 
 def stitch(

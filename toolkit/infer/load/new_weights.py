@@ -21,8 +21,8 @@ from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load
 from toolkit.infer.load.load_engine import LoadedEngine
 from toolkit.infer.request.errors import EngineError
 from toolkit.log import get_logger
+from toolkit.targets.fixed_linear import check_weights, copy_weights, with_tied
 from toolkit.targets.load import load_weights
-from toolkit.targets.new_weights import check_weights, copy_weights, with_tied
 
 logger = get_logger(__name__)
 
@@ -32,7 +32,7 @@ def update_target(loaded: LoadedEngine, config: EngineConfig, weights: Mapping[s
     check_idle(loaded.engine, config)
     target, where = loaded.target, "the state dict" if isinstance(weights, Mapping) else str(weights)
     given = weights if isinstance(weights, Mapping) else load_weights(target, weights)
-    tensors = with_tied(target, given, where)
+    tensors = with_tied(target.model, given, where)
     check_weights(target.model, tensors, where)
     copy_weights(target.model, tensors)
     _start_again(loaded.engine)
