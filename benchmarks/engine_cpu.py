@@ -55,8 +55,8 @@ from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import Progress, get_logger
-from toolkit.targets.cpu_dtype import fastest_cpu_dtype
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.cache import fastest_cpu_dtype
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import load_config, load_tokenizer, stated_dtype
 from toolkit.targets.target import Target
 

@@ -56,7 +56,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap

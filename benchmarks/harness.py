@@ -37,8 +37,8 @@ from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.facts import target_facts
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.threads import physical_cores, users_threads
 
 REPOSITORY = Path(__file__).resolve().parents[1]

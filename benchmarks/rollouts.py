@@ -39,7 +39,7 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import Progress
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
 

@@ -58,7 +58,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.errors import exit_status, is_for_users
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import load_tokenizer
 from toolkit.threads import physical_cores, users_threads
 

@@ -23,6 +23,14 @@ class UnknownFamilyError(TargetError):
     """The target's family is not in transformers. The code of a model's repository is never run."""
 
 
+class DraftDirError(ValueError):
+    """A draft directory is incomplete, damaged, of an unknown kind, or does not belong to the target at hand."""
+
+
+class ExportError(ValueError):
+    """A head cannot be written in the format that was asked for without changing what it computes."""
+
+
 class TokenMapError(ValueError):
     """Ids that cannot form a token map, or a corpus, counts or a file of one that cannot be read."""
 

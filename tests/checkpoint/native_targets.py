@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Cache
 
-from toolkit.targets import mimo  # noqa: F401 (registers the family)
+from toolkit.targets import load  # noqa: F401 (registers MiMo)
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
 
 LAYERS = 4

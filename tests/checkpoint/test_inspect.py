@@ -8,10 +8,8 @@ import torch
 from tests.conftest import build_target
 from toolkit.checkpoint import files
 from toolkit.checkpoint.draft_dir import save_draft
-from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.inspect_head import inspect_head
-from toolkit.checkpoint.inspect_path import inspect_path
-from toolkit.checkpoint.inspect_target import inspect_target
+from toolkit.checkpoint.inspect_path import inspect_head, inspect_path, inspect_target
+from toolkit.errors import DraftDirError
 from toolkit.weights import read_json, write_json
 
 
@@ -41,15 +39,6 @@ def test_our_own_directory(tiny_draft, tiny_target_directory, tmp_path):
     assert report.wrong == [] and report.read == []
 
 
-def test_another_target_of_the_same_sizes(tiny_draft, tiny_target_directory, tmp_path):
-    """Nothing but its name tells the two apart; export and chat warn of it as well."""
-    meta = {"target": {"name": "nobody/at-hand", "revision": None}}
-    state, config = tiny_draft.head.state_dict(), tiny_draft.head.config
-    directory = save_draft(tmp_path / "o", state, config, tiny_draft.token_map, meta)
-    report = inspect_head(directory, str(tiny_target_directory))
-    assert report.usable and "names nobody/at-hand as its target" in report.wrong[0]
-
-
 def edited(**changes):
     return lambda config, _tensors: config.update(changes)
 
@@ -58,19 +47,16 @@ def edited(**changes):
     ("change", "says", "usable"),
     [
         (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)", True),
-        (edited(odd_scale=3), "unknown keys = odd_scale", True),
-        (edited(vocab_size=500), "t2d is over", False),
-        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}), "off by one", True),
         (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers", False),
         (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight", False),
         (
             lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")),
-            "fc.weight holds values",
+            "fc.weight hold values",
             False,
         ),
         (
             lambda _c, t: t.update({"embed_tokens.weight": torch.randn(393, 64)}),
-            "its embedding differs from the target's",
+            "embedding that differs from the target's",
             False,
         ),
     ],
@@ -90,7 +76,7 @@ def test_a_head_of_another_target(tiny_draft, tiny_target_directory, tmp_path, t
     state, own = tiny_draft.head.state_dict(), tiny_draft.head.config
     directory = save_draft(tmp_path / "o", state, own, tiny_draft.token_map, {})
     report = inspect_head(directory, str(tmp_path / "other"))
-    assert not report.usable and "vocab_size 393, the target's is 400" in report.wrong[0]
+    assert not report.usable and "vocab_size 393 (the target's is 400)" in report.wrong[0]
 
 
 def test_a_target(tiny_target_directory):
@@ -113,11 +99,6 @@ MTP = {  # family: what its config says besides, a few names of its MTP tensors,
         {"num_hidden_layers": 61, "num_nextn_predict_layers": 1},
         ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight", "model.layers.61.embed_tokens.weight"],
         "1: model.layers.61",
-    ),
-    "glm4_moe": (  # GLM-4.5-Air
-        {"num_hidden_layers": 46, "num_nextn_predict_layers": 1},
-        ["model.layers.46.eh_proj.weight", "model.layers.46.shared_head.norm.weight"],
-        "1: model.layers.46",
     ),
     "mimo_v2": (
         {"num_hidden_layers": 48, "auto_map": {"AutoConfig": "configuration_mimo.C"}},
@@ -214,24 +195,3 @@ def test_a_whole_model_is_not_fetched_as_a_head(tiny_target_directory, hub):
     with pytest.raises(DraftDirError, match="use it as `target`"):
         files.locate("org/model")
     assert len(stand_in.asked) == 1 and files.target_named("org/model@v2") == ("org/model", "v2")
-
-
-def test_a_mistyped_folder_is_not_looked_for_on_a_hub(tmp_path, monkeypatch, hub):
-    """Without a network that would take a minute of retries."""
-    stand_in = hub(tmp_path)
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DraftDirError, match="no such folder. A directory"):
-        files.locate("runs/mistyped")
-    assert stand_in.asked == []
-
-
-def test_a_hub_that_does_not_answer(monkeypatch):
-    """Offline: one line that says both readings of the name."""
-
-    def fail(*_args, **_kwargs):
-        raise files.LocalEntryNotFoundError("outgoing traffic is disabled")
-
-    monkeypatch.setattr(files, "hf_hub_download", fail)
-    with pytest.raises(DraftDirError, match=r"and it could not be fetched from the hub \(outgoing"):
-        files.locate("org/head")

@@ -20,8 +20,8 @@ from tests.checkpoint.native_targets import (
 )
 from toolkit.bench.check import open_checked
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
-from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.native_mtp import find_native, load_native
+from toolkit.errors import DraftDirError
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
+from toolkit.errors import DraftDirError
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.weights import WeightsError
+from toolkit.weights import WeightsError, load_tensors, save_tensors, write_json
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 PUBLISHED = [
     ("safeailab", {}),
-    ("specforge", {}),
     ("specforge", {"fc_norm": True}),
     ("angelslim", {}),
-    ("modelopt", {}),
     ("nemo", {}),
-    ("speculators", {}),
     ("speculators", {"norm_before_residual": True, "norm_before_fc": True}),
-    ("speculators", EAGLE31),
-    ("speculators", {"qk_norm": True}),
-    ("speculators", {"num_hidden_layers": 2, "qk_norm": True}),
+    ("speculators", {"num_hidden_layers": 2, "qk_norm": True, **EAGLE31}),
     ("modelopt", {"num_hidden_layers": 3}),
 ]
 
@@ -71,13 +69,10 @@ def test_published_eagle3(make_eagle3, publish, tiny_draft, target, project, var
     check_serves(directory, target)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_published_eagle1(tiny_target, publish, target, bias):
+def test_published_eagle1(tiny_target, publish, target):
     """EAGLE-1/2: the last layer's feature, no lm_head; a trained bias of fc must not be lost."""
-    from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
-
     torch.manual_seed(3)
-    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, fc_bias=bias)
+    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, fc_bias=True)
     head = Eagle2Head(config).eval().requires_grad_(False)
     embedding = tiny_target.embed_tokens.weight.detach().clone()
     directory = publish("eagle1", head, lambda _, tensors: tensors.update({"embed_tokens.weight": embedding}))
@@ -101,8 +96,6 @@ def test_wrapped_and_older_names(make_eagle3, publish, target):
 
 def test_sharded_and_single_pickles(make_eagle3, publish, target):
     """Large heads come in shards with an index; a shard that is not read would be missing tensors."""
-    from toolkit.weights import load_tensors, save_tensors, write_json
-
     head = make_eagle3()
     directory = publish("specforge", head)
     tensors = load_tensors(directory / "model.safetensors")
@@ -118,11 +111,6 @@ def test_sharded_and_single_pickles(make_eagle3, publish, target):
 class TestResolutions:
     """Every ambiguous setting has a rule, which is said; the user's word wins."""
 
-    def test_output_ids_get_one_more(self, make_eagle3, publish, target):
-        draft = open_head(publish("specforge", make_eagle3()), target=target)
-        (line,) = lines(draft, "aux_layer_ids")
-        assert draft.head.config.aux_layer_ids == (2, 3, 4) and "[1, 2, 3]" in line.line and not line.warning
-
     def test_unstated_ids_are_the_targets_usual_ones(self, make_eagle3, publish, target):
         directory = publish("safeailab", make_eagle3())
         assert open_head(directory, target=target).head.config.aux_layer_ids == (2, 3, 4)
@@ -134,7 +122,6 @@ class TestResolutions:
         [
             ("specforge", lambda c: c["eagle_config"], [2, 3, 4]),
             ("speculators", lambda c: c, [1, 2, 3]),
-            ("speculators", lambda c: c, [3, 4, 5]),
         ],
     )
     def test_ids_in_the_other_convention_are_warned_of(self, make_eagle3, publish, target, project, place, ids):
@@ -181,13 +168,10 @@ class TestResolutions:
     def test_an_override_of_another_kind(self, make_eagle3, publish, target):
         """bool("maybe") is true; a word must not switch a norm on."""
         directory = publish("specforge", make_eagle3())
-        for said, says in (({"norm_output": "maybe"}, "true or false"), ({"aux_layer_ids": 2}, "such as 2,16,29")):
+        unasked = ({"norm_outputs": False}, "--set norm_outputs: this checkpoint has no such setting")
+        for said, says in (({"norm_output": "maybe"}, "true or false"), ({"aux_layer_ids": 2}, "2,16,29"), unasked):
             with pytest.raises(DraftDirError, match=says):
                 open_head(directory, target=target, overrides=said)
-
-    def test_an_override_nobody_asks_for(self, make_eagle3, publish, target):
-        with pytest.raises(DraftDirError, match="--set norm_outputs: this checkpoint has no such setting"):
-            open_head(publish("specforge", make_eagle3()), target=target, overrides={"norm_outputs": False})
 
 
 def broken(**changes):
@@ -208,27 +192,19 @@ def broken(**changes):
 REFUSED = [
     ({"lm_head.weight": None}, "missing: lm_head.weight. An EAGLE-3 head needs its own output matrix"),
     ({"midlayer.mlp.up_proj.weight": None}, "missing: midlayer.mlp.up_proj.weight"),
-    ({"extra.weight": torch.zeros(2)}, "unexpected: extra.weight"),
     ({"midlayer.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected: midlayer.self_attn.o_proj.bias"),
     ({"midlayer.mlp.up_proj.weight": torch.zeros(3, 4)}, "wrong shape: midlayer.mlp.up_proj.weight"),
     ({"d2t": None}, "missing: d2t. The draft vocabulary has 160 of"),
-    ({"d2t": torch.arange(159)}, "wrong shape: d2t has 159 entries"),
     ({"d2t": torch.zeros(160, dtype=torch.int64)}, "do not describe the same draft vocabulary"),
-    ({"t2d": torch.zeros(17, dtype=torch.bool)}, "t2d is over 17 ids"),
     ({"fc.weight": torch.zeros(64, 128)}, "3 auxiliary layers of 64 are 192"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"additional_layers.0.hidden_norm.weight": torch.ones(64)}, "SGLang's own form of further layers"),
     ({"fc_norm": True}, "missing: fc_norm.0.weight"),
-    ({"target_hidden_size": 128}, "64 wide and its target 128"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be used"),  # it lacks keys
     ({"parallel_drafting": True}, "P-EAGLE"),
     ({"intermediate_size": None}, "config.json lacks intermediate_size"),
     ({"norm_output": False, "eagle_config": {AUX: [1, 2, 3], "norm_output": True}}, "in eagle_config True"),
-    ({"eagle_config": [1]}, "eagle_config is [1]; a mapping is needed"),
-    ({"num_attention_heads": "4"}, "num_attention_heads is '4'; a whole number from 1 is needed"),
     ({"eagle_config": {AUX: "1,2,3"}}, f"eagle_config.{AUX} is '1,2,3'; a list of whole numbers is needed"),
-    ({"norm_output": "false"}, "norm_output is 'false'; true or false is needed"),
 ]
 
 
@@ -242,13 +218,12 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish,
 
 
 WARNED = [
-    ({"logit_scale": 0.5}, "unknown keys", "logit_scale"),
-    ({"eagle_config": {AUX: [1, 2, 3], "next_layer": 1}}, "unknown keys", "eagle_config.next_layer"),
-    ({"eagle_config": {AUX: [1, 2, 3], "norm_output": True}}, "norm_output", "norm_output = True"),
+    ({"eagle_config": {AUX: [1, 2, 3], "next_layer": 1}, "logit_scale": 0.5}, "unknown keys",
+     "eagle_config.next_layer, logit_scale"),
     ({"eagle_config": {AUX: [1, 2, 3], "norm_before_residual": True}}, "norm_before_residual", "= True: as stated; it"),
-    ({"fc_norm": False}, "fc_norm", "other engines would leave the tensor out"),
+    ({"fc_norm": False}, "fc_norm", "other engines would leave it out"),
     ({"num_hidden_layers": 40}, "num_hidden_layers", "the config's 40"),  # SafeAILab's Vicuna head: its target's
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "key", "says"), WARNED)
@@ -259,7 +234,7 @@ def test_what_may_cost_acceptance_is_warned_of(make_eagle3, publish, target, cha
     assert line.warning and says in line.line
 
 
-@pytest.mark.parametrize(("layers", "stated"), [(1, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("layers", "stated"), [(1, 2), (3, 2)])
 def test_layers_that_are_stated_and_not_there(make_eagle3, publish, target, layers, stated):
     """A shard that was lost, or a config of another head: drafts through half a head would only be slow."""
     head = make_eagle3(num_hidden_layers=layers)
@@ -268,15 +243,12 @@ def test_layers_that_are_stated_and_not_there(make_eagle3, publish, target, laye
         open_head(directory, target=target)
 
 
-SLIDING = {"layer_types": ["sliding_attention"]}
-
-
 @pytest.mark.parametrize(
     ("changes", "window"),
     [
         ({"sliding_window": 128}, None),  # copied from a target's config, as transformers writes it
         ({"sliding_window": 128, "use_sliding_window": True}, 128),
-        ({"sliding_window": 128, **SLIDING}, 128),
+        ({"sliding_window": 128, "layer_types": ["sliding_attention"]}, 128),
         ({"sliding_window": 128, "use_sliding_window": True, "layer_types": ["full_attention"]}, None),
     ],
 )
@@ -322,25 +294,13 @@ def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, t
 
 
 def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, monkeypatch):
-    import logging
-
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     directory = publish("specforge", make_eagle3(), broken(rope_theta=500000.0))
     check_serves(directory, target)
     assert "rope_theta 500000.0 (the target's 10000.0)" in caplog.text
 
 
-def test_the_wrong_targets_vocabulary(make_eagle3, publish, tiny_target, target):
-    """Ids of another tokenizer: every draft would be rejected."""
-    larger = tiny_target.vocab_size + 1
-    directory = publish("modelopt", make_eagle3(), broken(vocab_size=larger))  # has no t2d that would tell
-    with pytest.raises(DraftDirError, match=rf"vocab_size {larger} \(the target's is {larger - 1}\)"):
-        load_engine(EngineConfig(draft=directory, target=target))
-
-
 def test_our_own_directory_is_read_as_before(tiny_draft, tmp_path):
-    from toolkit.checkpoint.draft_dir import save_draft
-
     own = save_draft(tmp_path / "o", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
     assert open_head(own).head.config == load_draft(own).head.config and open_head(own).resolutions == []
     with pytest.raises(DraftDirError, match="our own draft directory"):
@@ -353,14 +313,6 @@ def test_the_model_card_names_the_target(make_eagle3, publish, target):
     (directory / "README.md").write_text(f"---\nbase_model: {target}\n---\nA head.\n")
     assert open_head(directory).meta["target"]["name"] == target
     check_serves(directory, None)
-
-
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}])
-def test_a_rope_without_its_keys_is_named(make_eagle3, publish, target, rope):
-    """transformers raises a KeyError, which is no error that a command prints."""
-    directory = publish("specforge", make_eagle3(), lambda config, _: config.update(rope_scaling=rope))
-    with pytest.raises(ValueError, match="rope .*cannot be used"):
-        open_head(directory, target=target)
 
 
 def test_an_index_without_files_is_named(make_eagle3, publish, target):

@@ -12,10 +12,9 @@ import torch
 from huggingface_hub import constants
 
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.open_head import open_head
 from toolkit.cli import main
-from toolkit.errors import TargetError
+from toolkit.errors import DraftDirError, TargetError
 from toolkit.targets.facts import target_facts
 from toolkit.targets.load import load_target
 

@@ -26,7 +26,7 @@ from toolkit.data.server_pool import ServerPool, server_urls
 from toolkit.data.synthesis import synthesise_prompts
 from toolkit.jsonl import read_rows
 from toolkit.recipe import PromptSettings, RolloutSettings
-from toolkit.targets.served_target import ServedTarget
+from toolkit.targets.facts import ServedTarget
 
 COUNT = 24
 TEXTS = [f"Explain how a clock works, part {place}." for place in range(COUNT)]

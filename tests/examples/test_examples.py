@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import TargetError
-from toolkit.targets.demo import DEMO_NAME, demo_directory
+from toolkit.targets.gguf_file import DEMO_NAME, demo_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Sizes with which a training takes seconds.

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, load_draft, save_draft
-from toolkit.checkpoint.errors import ExportError
-from toolkit.checkpoint.formats import FORMATS, exported
+from toolkit.checkpoint.open_head import FORMATS, exported
 from toolkit.data.batches import Example, collate
+from toolkit.errors import ExportError
 from toolkit.head_kinds import HEAD_KINDS, HeadKind
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart

@@ -1,11 +1,14 @@
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.errors import TargetError
+from toolkit.targets import cache
 from toolkit.targets.cache import build_once, cache_root
 
 
@@ -33,7 +36,8 @@ def test_built_once_by_many_at_the_same_time(tmp_path):
 
 
 def test_a_failed_build_leaves_no_folder_and_can_be_repeated(tmp_path):
-    """A half built model that looks finished would fail in every later run."""
+    """A half built model that looks finished would fail in every later run; what a killed process left is cleared, and
+    the result, which safetensors makes private, can be read by others."""
 
     def fail(into: Path) -> None:
         (into / "file").write_text("half")
@@ -42,26 +46,9 @@ def test_a_failed_build_leaves_no_folder_and_can_be_repeated(tmp_path):
     with pytest.raises(TargetError):
         build_once(tmp_path / "made", fail)
     assert [path.name for path in tmp_path.iterdir()] == [".made.lock"]
-    assert build_once(tmp_path / "made", lambda into: None).is_dir()
-
-
-def test_what_a_killed_process_left_is_cleared(tmp_path):
-    """SIGKILL runs no cleanup; hundreds of megabytes would stay for good."""
-    left = tmp_path / ".made.part-killed"
-    left.mkdir()
-    (left / "file").write_text("half")
-    build_once(tmp_path / "made", lambda into: (into / "file").write_text("whole"))
-    assert not left.exists() and (tmp_path / "made" / "file").read_text() == "whole"
-
-
-def test_the_result_is_readable_by_others(tmp_path):
-    """safetensors writes private files; a cache shared by a group needs them readable."""
-
-    def build(into: Path) -> None:
-        (into / "file").write_text("x")
-        (into / "file").chmod(0o600)
-
-    made = build_once(tmp_path / "made", build)
+    (tmp_path / ".made.part-killed").mkdir()
+    made = build_once(tmp_path / "made", lambda into: (into / "file").touch(0o600))
+    assert not (tmp_path / ".made.part-killed").exists()
     assert made.stat().st_mode & 0o777 == 0o755 and (made / "file").stat().st_mode & 0o777 == 0o644
 
 
@@ -74,3 +61,26 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(TargetError, match="set TOOLKIT_CACHE"):
         build_once(tmp_path / "no" / "made", lambda into: None)
+
+
+@pytest.mark.parametrize("speedup, expected", [(1.6, torch.float32), (1.0, torch.bfloat16)])
+def test_the_faster_dtype_is_measured_once(monkeypatch, own_cache, speedup, expected):
+    """A second process must not measure again and come to another answer: stages would not fit each other."""
+
+    def in_a_new_process(speed):
+        taken = []
+        monkeypatch.setattr(cache, "_measure", lambda: taken.append(speed) or {"float32_speedup": speed})
+        return cache.fastest_cpu_dtype.__wrapped__(), len(taken)
+
+    assert in_a_new_process(speedup) == (expected, 1) and in_a_new_process(2.6 - speedup) == (expected, 0)
+    assert len(json.loads((own_cache / "cpu_products.json").read_text())) == 1
+    (own_cache / "cpu_products.json").write_text("{")  # damage costs a measurement, not the run
+    assert in_a_new_process(2.0) == (torch.float32, 1)
+    monkeypatch.setenv("TOOLKIT_CACHE", "/proc/nowhere")
+    assert in_a_new_process(2.0) == (torch.float32, 1)
+
+
+def test_the_measurement_compares_and_leaves_the_threads_alone():
+    threads = torch.get_num_threads()
+    speedup = cache._measure()["float32_speedup"]
+    assert 0.01 < speedup < 100 and torch.get_num_threads() == threads

@@ -82,7 +82,7 @@ def test_parts_of_each_family(family, tiny_target, sample_ids):
     assert torch.equal(target.logits(hidden), model(sample_ids).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_each_family_loads_from_a_directory(family, tiny_target, tmp_path, sample_ids):
     """Saved and loaded by name, with its tied or untied head, the model gives the same logits.
 
@@ -95,7 +95,7 @@ def test_each_family_loads_from_a_directory(family, tiny_target, tmp_path, sampl
     assert torch.equal(target.model(sample_ids).logits, model(sample_ids).logits)
 
 
-@pytest.mark.parametrize("family, extra", [("mamba", {}), ("bart", {}), ("bert", {"is_decoder": True})])
+@pytest.mark.parametrize("family, extra", [("mamba", {}), ("bart", {})])
 def test_other_bodies_are_refused_by_name(family, extra, tiny_target):
     """A state-space model or a translator's decoder has no layers, norm or head where ours are read."""
     model = random_model(family, tiny_target.vocab_size, **extra)
@@ -103,7 +103,7 @@ def test_other_bodies_are_refused_by_name(family, extra, tiny_target):
         Target(model=model, tokenizer=tiny_target.tokenizer, name=family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt2", "mixtral", "gpt_oss"])
 def test_packed_sequences_do_not_see_each_other(family, tiny_target):
     """Two sequences in a row give each the states it has alone (1e-4 of values near 1), or the model is refused: a
     family that reads across would train heads on features that serving never sees."""

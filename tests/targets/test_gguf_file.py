@@ -25,6 +25,8 @@ def test_tokens_template_and_ends_survive(tiny_gguf, tiny_target):
     assert target.stop_ids == tiny_target.stop_ids
     assert target.template_sha256 == tiny_target.template_sha256
     text = "the quick brown fox, while seven wizards"
+    pieces = [piece for piece, _ in target.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 2024")]
+    assert pieces == ["in", "Ġ", "2", "0", "2", "4"], "digits stand alone as in training"
     assert target.tokenizer(text)["input_ids"] == tiny_target.tokenizer(text)["input_ids"]
     assert target.tokenizer.model_max_length == target.max_context
     assert target.tokenizer.pad_token_id == tiny_target.tokenizer.pad_token_id
@@ -35,13 +37,6 @@ def test_a_template_beside_the_file(tiny_gguf, tmp_path):
     (tmp_path / "m.gguf").symlink_to(tiny_gguf)
     (tmp_path / "m.jinja").write_text("{{ messages[0]['content'] }}!")
     assert load_target(tmp_path / "m.gguf").tokenizer.chat_template == "{{ messages[0]['content'] }}!"
-
-
-def test_digits_stand_alone_as_in_training(tiny_gguf):
-    """GGUF names SmolLM's digit rule only by a word; without it '2024' becomes tokens the model never saw."""
-    tokenizer = load_target(tiny_gguf).tokenizer
-    pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 2024")]
-    assert pieces == ["in", "Ġ", "2", "0", "2", "4"]
 
 
 def test_packed_weights_are_written_as_a_plain_model(tiny_gguf_q8, tiny_target, sample_ids):
@@ -66,20 +61,19 @@ def test_an_unknown_text_splitting_rule_is_warned_of(tiny_gguf_q8, monkeypatch):
     assert len(messages) == 1 and "'newest-rule' is not supported" in messages[0]
 
 
-def test_a_conversion_shows_no_bar_of_tensors(tiny_gguf, own_cache, capsys):
-    """Our line says what happens and how long it takes; a count of tensors says nothing to a newcomer."""
-    converted_gguf(tiny_gguf)
-    error = capsys.readouterr().err
-    assert "it/s" not in error and "%" not in error
-
-
 def test_the_second_load_converts_nothing(tiny_gguf, own_cache, monkeypatch):
-    """Conversion takes a minute for a real model; it must happen once a file, whatever the file is called."""
+    """Conversion takes a minute for a real model; it must happen once a file, whatever the file is called. DeepSpeed,
+    which a training of the same process starts later, must choose its own device."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     first = converted_gguf(tiny_gguf)
     monkeypatch.setattr("toolkit.targets.gguf_file.convert", lambda *_: pytest.fail("converted again"))
     renamed = own_cache.parent / "renamed.gguf"
     renamed.write_bytes(tiny_gguf.read_bytes())
-    assert converted_gguf(renamed) == first and first.parent == own_cache / "targets"
+    assert (
+        "DS_ACCELERATOR" not in os.environ
+        and converted_gguf(renamed) == first
+        and first.parent == own_cache / "targets"
+    )
 
 
 def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
@@ -91,7 +85,7 @@ def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
         load_target(tiny_gguf, revision="main")
 
 
-@pytest.mark.parametrize("keep", [0, 3, 400, -5000])
+@pytest.mark.parametrize("keep", [0, -5000])
 def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
     """A download cut short must name the file, and must not poison the cache for the whole one."""
     broken = own_cache.parent / "broken.gguf"
@@ -99,22 +93,3 @@ def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
     with pytest.raises(TargetError, match="broken.gguf"):
         load_target(broken)
     assert not [path for path in (own_cache / "targets").iterdir() if path.is_dir()]
-
-
-def test_an_absent_gguf_is_a_clear_error(tmp_path):
-    """The path comes from a recipe."""
-    with pytest.raises(TargetError, match="no such GGUF file"):
-        load_target(tmp_path / "absent.gguf")
-
-
-def test_a_conversion_needs_no_private_name_of_transformers(tiny_gguf, own_cache, monkeypatch):
-    """The bar of tensors has no public name; a renamed one must not end every load of a GGUF file."""
-    monkeypatch.setattr("toolkit.targets.gguf_file.import_module", lambda name: object())
-    assert (converted_gguf(tiny_gguf) / "config.json").is_file()
-
-
-def test_a_conversion_leaves_the_environment(tiny_gguf, own_cache, monkeypatch):
-    """DeepSpeed, which a training of the same process starts later, must choose its own device."""
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    converted_gguf(tiny_gguf)
-    assert "DS_ACCELERATOR" not in os.environ

@@ -41,13 +41,7 @@ def test_a_directory_loads_as_it_was_saved(directory, tiny_target, sample_ids):
 
 @pytest.mark.parametrize(
     "stated, asked, expected",
-    [
-        ("bfloat16", "auto", torch.bfloat16),
-        ("float32", "auto", torch.float32),
-        ("float16", "auto", torch.float32),
-        ("bfloat16", "float32", torch.float32),
-        ("float32", "bfloat16", torch.bfloat16),
-    ],
+    [("bfloat16", "auto", torch.bfloat16), ("bfloat16", "float32", torch.float32), ("float16", "auto", torch.float32)],
 )
 def test_dtype(directory, stated, asked, expected):
     """auto follows a bf16 config; float16 has no place on a CPU. Casting after loading would round the rotary table."""
@@ -57,19 +51,11 @@ def test_dtype(directory, stated, asked, expected):
     assert target.body.rotary_emb.inv_freq.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "stated, on_cpu, on_gpu",
-    [
-        ("bfloat16", torch.bfloat16, torch.bfloat16),
-        ("float16", torch.float32, torch.bfloat16),
-        ("float32", torch.float32, torch.float32),
-        (None, torch.float32, torch.float32),
-    ],
-)
-def test_a_stated_dtype_by_device(stated, on_cpu, on_gpu):
+def test_a_stated_dtype_by_device():
     """A float16 checkpoint in float32 would take twice a GPU's memory and its slow kernels."""
-    config = LlamaConfig(dtype=stated)
-    assert stated_dtype(config) == on_cpu and stated_dtype(config, "cuda") == on_gpu
+    half = LlamaConfig(dtype="float16")
+    assert stated_dtype(half) == torch.float32 and stated_dtype(half, "cuda") == torch.bfloat16
+    assert stated_dtype(LlamaConfig(dtype="float32"), "cuda") == stated_dtype(LlamaConfig()) == torch.float32
 
 
 def test_a_relative_path_names_the_same_target(directory, monkeypatch):
@@ -79,25 +65,12 @@ def test_a_relative_path_names_the_same_target(directory, monkeypatch):
     assert relative.name == full.name and relative.fingerprint == full.fingerprint
 
 
-def test_unknown_dtype_is_an_error(directory):
-    """A misspelt dtype must not fall back to another precision."""
-    with pytest.raises(TargetError, match="auto, bfloat16, float16, float32"):
-        load_target(directory, dtype="bf8")
-
-
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("./nowhere", "does not exist"),
-        ("/nowhere/at/all", "does not exist"),
-        ("smollm2-135", "the demo is called 'smollm2-135m'"),
-        ("SmolLM2-135M", "the demo is called 'smollm2-135m'"),
-    ],
-)
-def test_a_name_that_is_no_target_fails_without_a_network(name, words):
+def test_a_name_that_is_no_target_fails_without_a_network():
     """Asking the hub for a mistyped path takes half a minute of retries before it fails."""
-    with pytest.raises(TargetError, match=words):
-        load_target(name)
+    with pytest.raises(TargetError, match="does not exist"):
+        load_target("/nowhere/at/all")
+    with pytest.raises(TargetError, match="the demo is called 'smollm2-135m'"):
+        load_target("SmolLM2-135M")
 
 
 def test_paths_of_other_kinds(directory, tmp_path):
@@ -132,21 +105,6 @@ def test_models_of_other_kinds_are_refused(tmp_path):
             load_target(tmp_path / name)
 
 
-def test_an_architecture_transformers_does_not_know(directory):
-    """Remote code is never run."""
-    edit_config(directory, model_type="newest", auto_map={"AutoConfig": "config.Newest"})
-    with pytest.raises(TargetError, match="which is not run here"):
-        load_target(directory)
-
-
-def test_no_tokenizer(directory):
-    """Without its tokenizer a target can neither read a prompt nor end an answer."""
-    for path in directory.glob("*token*"):
-        path.unlink()
-    with pytest.raises(TargetError, match="tokenizer"):
-        load_target(directory)
-
-
 def test_weights_without_an_output_head_are_refused(directory, tiny_target):
     """transformers only warns and fills the head with random numbers."""
     LlamaModel(copy.deepcopy(tiny_target.config)).save_pretrained(directory)
@@ -175,14 +133,6 @@ def test_unused_weights_are_warned_of(directory, monkeypatch):
     assert len(messages) == 1 and messages[0].endswith("no layer uses: model.visual.weight")
 
 
-def test_a_truncated_weights_file_is_a_clear_error(directory):
-    """A copy cut short is common with large files."""
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(TargetError, match="cannot be loaded"):
-        load_target(directory)
-
-
 def test_a_family_that_changes_its_logits_is_refused(directory, monkeypatch):
     """The engine reads logits off the body; an unknown last step would make its tokens differ from the model's own."""
     forward = load.Target.logits
@@ -198,26 +148,11 @@ def test_the_demo_recipe_names_a_target_that_exists(monkeypatch, tiny_target_dir
     assert load_target(recipe.target.model, dtype=recipe.target.dtype).name == recipe.target.model
 
 
-def test_loading_shows_no_bar_and_leaves_the_switch(tiny_target_directory, capsys):
-    """Every command loads a target; a bar of transformers for one second of work would bury our own lines."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.is_progress_bar_enabled()
-    load_target(tiny_target_directory)
-    assert "Loading weights" not in capsys.readouterr().err
-    assert transformers_logging.is_progress_bar_enabled() == before
-
-
 @pytest.mark.parametrize(
     ("file", "wrong"),
     [
-        ("config.json", {"hidden_size": "64"}),
         ("config.json", {"num_key_value_heads": 0}),
-        ("config.json", {"hidden_act": "nope"}),
-        ("config.json", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}),
-        ("config.json", {"dtype": "nope"}),
         ("config.json", {"quantization_config": 3}),
-        ("config.json", {"layer_types": ["nope"] * 7}),
         ("tokenizer_config.json", {"added_tokens_decoder": 3}),
     ],
 )
@@ -230,8 +165,9 @@ def test_a_wrong_value_is_one_line(directory, file, wrong):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lm_head.weight", float("inf")), ("model.layers.3.mlp.up_proj.weight", float("nan"))]
+)
 def test_weights_that_are_not_finite_are_named(directory, tiny_target, name, value):
     """The check of the logits itself failed on them: "atol must be >= 0, got -nan"."""
     model = copy.deepcopy(tiny_target.model)

@@ -1,5 +1,4 @@
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,13 +27,6 @@ def test_body_norm_and_head_are_the_model_s_own_forward(tiny_target, sample_ids)
     assert torch.equal(outputs.hidden_states[-1], hidden)
 
 
-def test_sizes(tiny_target):
-    """Draft heads are shaped by these numbers."""
-    assert (tiny_target.n_layers, tiny_target.hidden_size, tiny_target.max_context) == (7, 64, 512)
-    assert tiny_target.vocab_size == tiny_target.embed_tokens.num_embeddings == tiny_target.lm_head.out_features
-    assert tiny_target.device.type == "cpu" and tiny_target.dtype == torch.float32
-
-
 def test_the_target_is_frozen_and_in_eval_mode(tiny_target):
     """A gradient or a dropout in the target would change the model whose output must be reproduced."""
     model = copy.deepcopy(tiny_target.model).train().requires_grad_(True)
@@ -53,33 +45,19 @@ def test_stop_ids_come_from_all_four_places(tiny_target):
     assert target.stop_ids == {0, 2, 5, 6, 7}  # 2 is the tokenizer's eos, 0 the template's end of turn
 
 
-def test_stop_ids_without_template_or_eos_are_empty(tiny_target):
-    """A base model may have no end; None must not become an id."""
-    model = copy.deepcopy(tiny_target.model)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    tokenizer = with_template(tiny_target, None)
-    tokenizer.eos_token = None
-    assert rebuilt(tiny_target, model=model, tokenizer=tokenizer).stop_ids == frozenset()
-
-
 @pytest.mark.parametrize(
     "template, expected",
     [
         ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}", 2),
         ("{% for m in messages %}{{ m['content'] }} \n <|endoftext|><|im_end|>{% endfor %}", 0),
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
-        ("{% for m in messages %}{{ m['content'] }} end{% endfor %}", None),
+        ("<|im_start|>{{ messages[0]['content'] }}", None),  # it drops the answer
         ("{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}<|im_end|>{% endfor %}", 2),
     ],
 )
 def test_end_of_turn_is_the_special_token_right_after_the_answer(tiny_target, template, expected):
     """Found by rendering, not by a list of names; a plain word or the next speaker's tag must not become a stop id."""
     assert end_of_turn_id(with_template(tiny_target, template)) == expected
-
-
-def test_a_template_that_drops_the_answer_has_no_end_of_turn(tiny_target):
-    """Whatever stands first in such a rendering is the prompt's own opening tag, not an end."""
-    assert end_of_turn_id(with_template(tiny_target, "<|im_start|>{{ messages[0]['content'] }}")) is None
 
 
 def test_a_template_that_cannot_render_is_a_clear_error(tiny_target):
@@ -136,11 +114,3 @@ def test_a_body_of_unknown_shape_is_refused_at_once(tiny_target):
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(TargetError, match="output embedding is Sequential"):
         rebuilt(tiny_target, model=model)
-
-
-def test_a_model_that_states_no_context_is_refused(tiny_target, monkeypatch):
-    """Without a limit a long prompt would run into positions the model never saw."""
-    config = SimpleNamespace(num_hidden_layers=7)
-    monkeypatch.setattr(Target, "config", property(lambda self: config))
-    with pytest.raises(TargetError, match="no max_position_embeddings"):
-        rebuilt(tiny_target)

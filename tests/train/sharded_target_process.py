@@ -20,8 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.targets.features import AuxCapture, target_features
-from toolkit.targets.load import load_target, load_tokenizer
-from toolkit.targets.sharding import layer_bytes, shard_layers, unsharded
+from toolkit.targets.load import layer_bytes, load_target, load_tokenizer, shard_layers, unsharded
 from toolkit.targets.target import Target
 from toolkit.train import offline_features as offline
 from toolkit.train.training_data import Data

@@ -17,7 +17,7 @@ from toolkit.bench.report import write_report
 from toolkit.checkpoint import open_head
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, load_draft, save_draft
 from toolkit.checkpoint.export_head import export_head
-from toolkit.checkpoint.inspect_head import inspect_head
+from toolkit.checkpoint.inspect_path import inspect_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head

@@ -17,8 +17,7 @@ from tests.train.test_parity import _batch, _prompts
 from tests.train.test_ttt import _served_chain
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.checkpoint.native_mtp import load_native, native_of
-from toolkit.checkpoint.stitch_native import stitch
+from toolkit.checkpoint.native_mtp import load_native, native_of, stitch
 from toolkit.errors import TargetError
 from toolkit.heads.native_families import family_of
 from toolkit.infer.engine.engine import Engine

@@ -29,7 +29,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import quantization_of
-from toolkit.targets.target import Target
+from toolkit.targets.target import Target, describe_target
 from toolkit.weights import sha256_file, sha256_json
 
 ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
@@ -124,7 +124,7 @@ def measure_acceptance(
         command or command_line(),
         settings,
         **tabulate(rounds, shapes, target, temperature, draft.kind, *judged),
-        target=describe_target(target),
+        target=measured_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
     )
@@ -235,7 +235,7 @@ def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, An
     """Open the log. Callers must detect changed weights of target or head themselves (by the hashes in a manifest)."""
     made_of = {
         "settings": settings,
-        "target": describe_target(target),
+        "target": measured_target(target),
         "draft": {**describe_draft(draft), "path": None},  # a run folder may be moved
         "hardware": hardware(),
         "versions": versions(),
@@ -243,16 +243,9 @@ def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, An
     return ResumeLog(path, made_of)
 
 
-def describe_target(target: Target) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantization": target.quantization,
-        "weight_bits": target.weight_bits,
-        "noise_per_unit_of_logit": logit_noise(target.dtype, 1.0),
-    }
+def measured_target(target: Target) -> dict[str, Any]:
+    noise = logit_noise(target.dtype, 1.0)
+    return {**describe_target(target), "weight_bits": target.weight_bits, "noise_per_unit_of_logit": noise}
 
 
 def describe_draft(draft: Draft) -> dict[str, Any]:

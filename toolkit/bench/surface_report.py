@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.acceptance import describe_draft, measured_target
 from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import Surface
 from toolkit.bench.records import make_record
@@ -46,7 +46,7 @@ def forecast_record(surface: Surface, trial: Trial, settings: Mapping[str, Any],
         command,
         settings,
         rows,
-        target=describe_target(trial.target),
+        target=measured_target(trial.target),
         draft=describe_draft(trial.draft),
         answers=len(surface.references),
     )

@@ -16,16 +16,14 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.config_types import check_types
-from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.files import read_config
-from toolkit.checkpoint.resolution import Resolution
+from toolkit.checkpoint.files import check_types, read_config
+from toolkit.errors import DraftDirError, TargetError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.heads.registry import empty_head, head_class
 from toolkit.log import get_logger
-from toolkit.targets.facts import TargetFacts
+from toolkit.targets.facts import TargetFacts, target_embedding
 from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -49,6 +47,23 @@ MEASUREMENTS = {"measured": "measured.json", "search": "search.json"}
 # Largest distance, as a share of the norm, at which two embeddings count as equal. Rounding and quantisation stay
 # below it.
 SAME_EMBEDDING = 0.15
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How an ambiguous setting was read: its value and the rule that decided it. `warning`: the value may well be
+    wrong, or something was left out; the rule says what to do about it."""
+
+    key: str
+    value: Any
+    rule: str
+    warning: bool = False
+
+    @property
+    def line(self) -> str:
+        """The text that is printed."""
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return f"{self.key} = {value}: {self.rule}"
 
 
 @dataclass
@@ -206,12 +221,29 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
 def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
     check_draft_sizes(draft, target)
-    _check_embedding(draft, target)
+    if draft.own_embedding is not None:
+        problem = embedding_problem(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
+        if problem:
+            raise DraftDirError(f"the head {draft.path or ''} has {problem}; use it with its own target")
+        # Checked once; it is as large as the target's.
+        draft.own_embedding = None
 
 
 def check_draft_sizes(draft: DraftCheckpoint, target: Target | TargetFacts) -> None:
     """The part of `check_draft_fits` that needs no weights of the target. Raises `DraftDirError`."""
-    config, reads = draft.head.config, _tensor_of_features(draft.head)
+    wrong = size_problems(draft, target)
+    if wrong:
+        raise DraftDirError(
+            f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
+            "Use it with the target it was trained for"
+        )
+
+
+def size_problems(draft: DraftCheckpoint, target: Target | TargetFacts) -> list[str]:
+    """Sizes of the head that are not the target's, each with the tensor that reads it."""
+    config, layer = draft.head.config, draft.head.warm_start().solved
+    name = next(name for name, module in draft.head.named_modules() if module is layer)
+    reads = f"whose states {name}.weight {list(layer.weight.shape)} reads"
     needed = (target.hidden_size, target.vocab_size)
     tensors = (reads, "to whose ids t2d and lm_head.weight belong" if config.own_vocabulary else "whose rows it scores")
     wrong = [
@@ -222,18 +254,7 @@ def check_draft_sizes(draft: DraftCheckpoint, target: Target | TargetFacts) -> N
     if config.features.needed_layers > target.n_layers:
         ids = list(config.features.aux_layer_ids or ())
         wrong.append(f"aux_layer_ids {ids} (the target has {target.n_layers} layers), {reads}")
-    if wrong:
-        raise DraftDirError(
-            f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
-            "Use it with the target it was trained for"
-        )
-
-
-def _tensor_of_features(head: DraftHead) -> str:
-    """The tensor that reads the target's hidden states, and its shape, for messages."""
-    layer = head.warm_start().solved
-    name = next(name for name, module in head.named_modules() if module is layer)
-    return f"whose states {name}.weight {list(layer.weight.shape)} reads"
+    return wrong
 
 
 def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
@@ -251,6 +272,24 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
         )
     if trained_for.get("template_sha256") not in (None, target.template_sha256):
         log.warning("the target's chat template is not the one the head was trained with: accept_length may fall")
+
+
+def problems(draft: DraftCheckpoint, facts: TargetFacts | None) -> tuple[list[str], list[str]]:
+    """Why a head cannot be used, with this target if there is one, and what may cost accept_length; of the target's
+    weights only the embedding is read."""
+    bad = [name for name, value in draft.head.state_dict().items() if not torch.isfinite(value).all()]
+    refused = [f"{', '.join(bad)} hold values that are not finite: its training diverged, or it is damaged"] * bool(bad)
+    if facts is None:
+        return refused, []
+    warned = [rope_difference(draft.head.config, full_attention_rope(facts.config)), other_target(draft, facts)]
+    refused += size_problems(draft, facts)
+    if draft.own_embedding is not None and not refused:
+        try:
+            problem = embedding_problem(draft.own_embedding, target_embedding(facts))
+            refused += [f"it has {problem}"] if problem else []
+        except TargetError as error:
+            warned.append(f"its embedding could not be compared with the target's: {error}")
+    return refused, [one for one in warned if one is not None]
 
 
 def other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
@@ -283,27 +322,11 @@ def rope_difference(config: HeadConfig, target_rope: Mapping[str, Any]) -> str |
     )
 
 
-def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
-    """Raise `DraftDirError` if the head came with an embedding that is not the target's, which the engine reads."""
-    if draft.own_embedding is None:
-        return
-    share = embedding_distance(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
-    if embeddings_differ(share):
-        raise DraftDirError(
-            f"the head {draft.path or ''} has an embedding that differs from the target's by {100 * share:.1f} %. The "
-            "engine reads the target's, with which this head was not trained; use it with its own target"
-        )
-    # Checked once; it is as large as the target's.
-    draft.own_embedding = None
-
-
-def embedding_distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """|mine - theirs| / |theirs|; infinite when their shapes differ."""
-    if mine.shape != theirs.shape:
-        return float("inf")
-    return float((mine.float() - theirs.float()).norm() / theirs.float().norm())
-
-
-def embeddings_differ(distance: float) -> bool:
-    """Whether two embeddings at this distance are different ones; NaN counts as different."""
-    return not distance <= SAME_EMBEDDING
+def embedding_problem(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """What is wrong with the embedding that came with a head, in place of which the target's is read; None: nothing."""
+    distance = float("inf")
+    if mine.shape == theirs.shape:
+        distance = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+    if distance <= SAME_EMBEDDING:  # NaN counts as different
+        return None
+    return f"an embedding that differs from the target's by {100 * distance:.1f} %, which would be read in its place"

@@ -2,33 +2,101 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from toolkit.checkpoint.draft_dir import MEASUREMENTS, DraftCheckpoint, load_draft, rope_difference, save_draft
-from toolkit.checkpoint.errors import ExportError
-from toolkit.checkpoint.export_checks import PLACEHOLDER, checked, local_paths, without_paths
-from toolkit.checkpoint.exported import Exported
-from toolkit.checkpoint.files import PICKLE, read_checkpoint
-from toolkit.checkpoint.formats import exported
-from toolkit.checkpoint.gguf_head import MODEL_FILE, write_gguf
+from toolkit.checkpoint.draft_dir import (
+    MEASUREMENTS,
+    DraftCheckpoint,
+    load_draft,
+    problems,
+    rope_difference,
+    save_draft,
+)
+from toolkit.checkpoint.files import PICKLE, new_folder, read_checkpoint
+from toolkit.checkpoint.formats import Exported
+from toolkit.checkpoint.gguf_head import MODEL_FILE, vocabulary_of, write_gguf
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
-from toolkit.checkpoint.open_head import import_head
+from toolkit.checkpoint.native_mtp import stitch
+from toolkit.checkpoint.open_head import exported, import_head, open_head
+from toolkit.errors import ExportError
+from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.targets.facts import TargetFacts
-from toolkit.targets.gguf_vocabulary import vocabulary_of
+from toolkit.targets.facts import TargetFacts, target_facts
+from toolkit.targets.load import full_name, split_revision
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import atomic_write, save_tensors, write_json
 
 log = get_logger(__name__)
+
+DEFAULT_SHAPE = "3,1,4"
+NATIVE = "native"  # in place of an engine: the target's own checkpoint
+PLACEHOLDER = "MODEL"  # for a local target's path
+
+
+def export_path(
+    path: str,
+    to: str,
+    out: Path,
+    *,
+    target: str | None = None,
+    shape: str | None = None,
+    settings: Mapping[str, Any],
+    hub_name: str | None = None,
+    token_map: str | Path | None = None,
+) -> tuple[str, str, list[str]]:
+    """Write the head at `path` for the engine `to` into the new folder `out`; "native": into a copy of its target.
+
+    target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
+    None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
+    hub_name: the hub id that `out` will be pushed to. token_map: a file of the ids that a "native" copy drafts.
+    Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
+    `TargetError`.
+    """
+    draft = open_head(path, target=target, overrides=dict(settings))
+    facts = _facts(draft, path, target)
+    if to == NATIVE:
+        launch, notes = stitch(draft, facts, out, _shape(shape, draft), token_map)
+    elif token_map is not None:
+        raise ExportError(f"`token_map` is {token_map}, which only an export to native has beside it; leave it out")
+    else:
+        launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
+    if not (draft.meta.get("measured") or {}).get("recommended", True):
+        notes.append("where it was measured, no shape was faster than plain decoding; measure it where it will serve")
+    return draft.kind, launch, notes
+
+
+def _facts(draft: DraftCheckpoint, path: str, target: str | None) -> TargetFacts:
+    stated = draft.meta.get("target") or {}
+    named = target or stated.get("name")
+    if named is None:
+        raise ExportError(f"{path} does not name its target; name it with `target`")
+    name, revision = split_revision(named)
+    if revision is None and stated.get("name") and full_name(name) == full_name(stated["name"]):
+        revision = stated.get("revision")
+    return target_facts(name, revision)
+
+
+def _shape(text: str | None, draft: DraftCheckpoint) -> Shape:
+    """The shape asked for, else the best measured one, else the default; of a block drafter its whole block."""
+    measured: Any = draft.meta.get("measured") or {}
+    block = draft.head.config.drafts_at_once
+    named = text or measured.get("best_shape") or (f"{block},1,{block + 1}" if block else DEFAULT_SHAPE)
+    words = SHAPE_PRESETS.get(named, named).split(",")
+    if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ExportError(
+            f"`shape` is {','.join(words)}; three whole numbers from 1 are needed, such as 3,1,4, or "
+            f"{' or '.join(SHAPE_PRESETS)}"
+        )
+    return Shape(*(int(word) for word in words))
 
 
 def export_head(
@@ -42,49 +110,46 @@ def export_head(
     was written does not read back as the same head; then nothing is left behind.
     """
     out = Path(out)
-    if out.exists():
-        raise ExportError(f"{out} exists; give a new folder, or move this one away")
-    warnings = checked(draft, facts)
-    for warning in warnings:
-        log.warning("%s", warning)
-    paths = local_paths(facts)
-    hidden = paths if name is not None else []
-    here, there = str(out.resolve()), name or out.name
-    launch, in_card = (launch_line(to, draft.head.config, facts, where, shape) for where in (here, there))
-    if to == "toolkit" and facts.name in hidden:
-        in_card += f" --target {PLACEHOLDER}"
-    wanted: HeadConfig
-    left_out: tuple[str, ...]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
-    try:
+    with new_folder(out) as temporary:
+        refused, warnings = problems(draft, facts)
+        if refused:
+            raise ExportError(f"the head is not written for {facts.name}: {'; '.join(refused)}")
+        for warning in warnings:
+            log.warning("%s", warning)
+        # Paths of the target on this machine, longest first; none for a hub's target.
+        paths = sorted({one for one in (facts.source, facts.name) if one.startswith("/")}, key=len, reverse=True)
+        hidden = paths if name is not None else []
+        here, there = str(out.resolve()), name or out.name
+        launch, in_card = (launch_line(to, draft.head.config, facts, where, shape) for where in (here, there))
         if to == "toolkit":
             notes = [one.line for one in draft.resolutions]
+            in_card += f" --target {PLACEHOLDER}" if facts.name in hidden else ""
             _write_own(draft, temporary, facts, hidden)
-            back, wanted, added, left_out = load_draft(temporary), draft.head.config, {}, ()
+            _check_same(draft, load_draft(temporary), draft.head.config, draft.head.state_dict())
         else:
-            draft, map_notes = _without_map(draft, to, temporary, here)
+            draft, notes = _without_map(draft, to, temporary, here)
             result = exported(draft, to, facts, shape.chain)
-            notes = result.notes + map_notes + [one.line for one in draft.resolutions if one.warning]
-            result.config = without_paths(result.config, hidden)
+            notes = result.notes + notes + [one.line for one in draft.resolutions if one.warning]
+            result.config = _without_paths(result.config, hidden)
             _write(result, temporary, facts)
+            own = {key: value for key, value in draft.head.state_dict().items() if key not in result.left_out}
             back = import_head(read_checkpoint(temporary), facts=facts)
-            wanted, added, left_out = result.config_of_head, result.added, result.left_out
-        state = {name: value for name, value in draft.head.state_dict().items() if name not in left_out}
-        _check_same(draft, back, wanted, {**state, **added})
+            _check_same(draft, back, result.config_of_head, own | result.added)
         notes += warnings
         if paths:
             where = "the model card and config.json" if hidden else "the model card"
-            notes.append(
-                f"the exporter's target is a local folder; in {where} replace {PLACEHOLDER} by a path or hub id"
-            )
+            notes.append(f"the target is a local folder; in {where} replace {PLACEHOLDER} by a path or hub id")
         with atomic_write(temporary / "README.md") as card:
-            card.write_text(without_paths(model_card(draft, to, facts, in_card, notes), paths), encoding="utf-8")
-        temporary.chmod(0o755)  # mkdtemp makes private folders
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            card.write_text(_without_paths(model_card(draft, to, facts, in_card, notes), paths), encoding="utf-8")
     return launch, notes
+
+
+def _without_paths(value: Any, paths: list[str]) -> Any:
+    """A text, or a config, with `MODEL` where it has one of the paths."""
+    text = json.dumps(value, ensure_ascii=False)
+    for path in paths:
+        text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1], PLACEHOLDER)
+    return json.loads(text)
 
 
 def _without_map(draft: DraftCheckpoint, to: str, directory: Path, out: str) -> tuple[DraftCheckpoint, list[str]]:
@@ -128,7 +193,7 @@ def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidd
     if (init := meta.get("init")) is not None and init["revision"] is None:
         meta["init"] = {key: value for key, value in init.items() if key != "name"}
         meta["training"] = {**meta["training"], "init": None}
-    meta = without_paths(meta, hidden)
+    meta = _without_paths(meta, hidden)
     cut = draft.head.config.own_vocabulary or draft.token_map.size < draft.token_map.vocab_size
     token_map = draft.token_map if cut else None
     save_draft(directory, draft.head.state_dict(), draft.head.config, token_map, meta)

@@ -6,9 +6,13 @@ GGUF file is a whole checkpoint.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +22,47 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from toolkit.checkpoint.config_types import check_types
-from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.gguf_head import gguf_file, is_gguf_head, read_gguf
-from toolkit.checkpoint.recognise import is_whole_model
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.errors import DraftDirError, ExportError
+from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
+# The type of settings of a head's config.json; any of them may be absent or null.
+TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "a mapping": (
+        lambda value: isinstance(value, dict),
+        "toolkit eagle_config dflash_config speculators_config verifier transformer_layer_config rope_parameters "
+        "rope_scaling full_attention",
+    ),
+    "a whole number from 1": (
+        lambda value: type(value) is int and value > 0,
+        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size "
+        "block_size",
+    ),
+    "a whole number": (
+        lambda value: type(value) is int and value >= 0,
+        "num_hidden_layers draft_vocab_size max_position_embeddings sliding_window num_mtp_layers markov_rank "
+        "mask_token_id",
+    ),
+    "a number": (lambda value: type(value) in (int, float), "rms_norm_eps rope_theta factor"),
+    "a list of whole numbers": (
+        lambda value: isinstance(value, list) and all(type(one) is int for one in value),
+        "eagle_aux_hidden_state_layer_ids aux_layer_ids aux_hidden_state_layer_ids target_layer_ids",
+    ),
+    "a list of words": (
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        "architectures layer_types",
+    ),
+    "true or false": (
+        lambda value: isinstance(value, bool),
+        "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
+        "tie_word_embeddings use_sliding_window parallel_drafting sample_from_anchor enable_confidence_head "
+        "confidence_head_with_markov",
+    ),
+}
+NEEDED = {key: (what, fits) for what, (fits, keys) in TYPES.items() for key in keys.split()}
+# Prefixes of trainers and engines that wrap the head in a module of their own.
+WRAPPERS = ("draft_model.", "eagle_module.", "model.")
 CONFIG = "config.json"
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = {SAFETENSORS: "model.safetensors.index.json", PICKLE: "pytorch_model.bin.index.json"}
@@ -35,6 +73,41 @@ DRAFT_KEYS = {
 # Code in a repository is never run, so it is never downloaded.
 MASK_EMBEDDING = "mask_embedding.pt"  # beside some DFlash checkpoints
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.md", MASK_EMBEDDING]
+
+
+def check_types(config: Mapping[str, Any], directory: Path) -> None:
+    """Raises `DraftDirError` that names every setting of a wrong type, nested ones too."""
+    wrong = _wrong(config, "")
+    if wrong:
+        raise DraftDirError(f"{directory}/config.json: {'; '.join(wrong)}. Copy the file again from its source")
+
+
+def _wrong(config: Mapping[str, Any], within: str) -> list[str]:
+    found: list[str] = []
+    for key, value in config.items():
+        if value is None or key not in NEEDED:
+            continue
+        what, fits = NEEDED[key]
+        if not fits(value):
+            found.append(f"{within}{key} is {value!r}; {what} is needed")
+        elif isinstance(value, Mapping):
+            found += _wrong(value, f"{within}{key}.")
+    return found
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without the prefixes of modules around the head."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def is_whole_model(names: Iterable[str]) -> bool:
+    """Whether tensors are those of a language model of two layers or more: heads join what they read by an `fc`."""
+    plain = {plain_name(name) for name in names}
+    layers = {found[1] for name in plain if (found := re.match(r"layers\.(\d+)\.", name))}
+    has_rows = not plain.isdisjoint({"lm_head.weight", "embed_tokens.weight"})
+    return has_rows and len(layers) > 1 and "fc.weight" not in plain
 
 
 @dataclass(frozen=True)
@@ -214,3 +287,20 @@ def load_pickle(path: Path, alone: str | None = None) -> dict[str, torch.Tensor]
     if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
         raise WeightsError(f"{path} holds {type(stored).__name__}; a flat mapping of names to tensors is needed")
     return stored
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `out` when the block ends; it is deleted on errors.
+
+    Raises `ExportError` if `out` exists."""
+    if out.exists():
+        raise ExportError(f"{out} exists; give a new folder, or move this one away")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes private folders
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -10,6 +10,7 @@
     norms in the head's dtype               float32
 
 GGUF has numbers of float32 and no names of rope scalings, so `toolkit.exact` repeats what they round, for our reader.
+
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.errors import DraftDirError, ExportError
-from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
-from toolkit.errors import TargetError, optional_package
+from toolkit.errors import DraftDirError, ExportError, TargetError, optional_package
 from toolkit.heads.rope import Rope
+from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import open_gguf
-from toolkit.targets.gguf_vocabulary import Vocabulary
+from toolkit.targets.load import load_tokenizer
 from toolkit.weights import WeightsError
 
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 ARCHITECTURE, MODEL_FILE, EXACT = "eagle3", "model.gguf", "toolkit.exact"
 # Key of config.json -> key of the file's metadata, which has the architecture before it.
 NUMBERS = {
@@ -52,7 +53,7 @@ TENSORS = {
     "input_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-    EMBEDDING: "token_embd.weight",
+    "embed_tokens.weight": "token_embd.weight",
     "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
@@ -237,3 +238,52 @@ def _opened(path: Path) -> Any:
         return open_gguf(path)
     except TargetError as error:
         raise WeightsError(str(error)) from error
+
+
+# Name, value, GGUF type, and the type of an array's elements.
+Vocabulary = list[tuple[str, Any, Any, Any]]
+PREFIX = "tokenizer.ggml."
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of token in GGUF files
+
+
+def vocabulary_of(facts: TargetFacts) -> Vocabulary:
+    """Copied from a target that is a GGUF file, else made of its tokenizer, as llama.cpp's converter does.
+
+    Raises `TargetError` for a tokenizer that is no byte-level BPE, or has more tokens than the target.
+    """
+    gguf = optional_package("gguf", "a GGUF file")
+
+    kinds = gguf.GGUFValueType
+    if facts.name.endswith(".gguf"):
+        fields = open_gguf(Path(facts.name)).fields
+        return [
+            (name, one.contents(), one.types[0], one.types[-1] if one.types[0] == kinds.ARRAY else None)
+            for name, one in fields.items()
+            if name.startswith(PREFIX)
+        ]
+    tokenizer = load_tokenizer(facts.name, facts.revision)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {}
+    texts = {number: text for text, number in tokenizer.get_vocab().items()}
+    if model.get("type") != "BPE" or model.get("byte_fallback") or max(texts) >= facts.vocab_size:
+        raise TargetError(
+            f"the tokenizer of {facts.name} ({model.get('type')}, {max(texts) + 1} tokens) is not written to GGUF; one "
+            f"of byte-level BPE with at most {facts.vocab_size} tokens is. Give the target's GGUF file as `target`"
+        )
+    added = tokenizer.added_tokens_decoder
+    types = [
+        UNUSED if i not in texts else NORMAL if i not in added else CONTROL if added[i].special else USER_DEFINED
+        for i in range(facts.vocab_size)
+    ]
+    empty = tokenizer("")["input_ids"]  # what the tokenizer adds to every text
+    found: Vocabulary = [
+        (PREFIX + "model", "gpt2", kinds.STRING, None),
+        (PREFIX + "pre", "default", kinds.STRING, None),  # how text is split; a draft splits none
+        (PREFIX + "tokens", [texts.get(i, f"[PAD{i}]") for i in range(facts.vocab_size)], kinds.ARRAY, kinds.STRING),
+        (PREFIX + "token_type", types, kinds.ARRAY, kinds.INT32),
+        (PREFIX + "merges", [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+         kinds.ARRAY, kinds.STRING),
+        (PREFIX + "add_bos_token", empty[:1] == [tokenizer.bos_token_id], kinds.BOOL, None),
+        (PREFIX + "add_eos_token", empty[-1:] == [tokenizer.eos_token_id], kinds.BOOL, None),
+    ]  # fmt: skip
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
+    return found + [(f"{PREFIX}{name}_token_id", i, kinds.UINT32, None) for name, i in ids.items() if i is not None]

@@ -1,29 +1,24 @@
-"""README.md of an exported head: what it is, what was measured with it, and how to serve it."""
+"""What the readers of an exported head get: its README.md, and the upload to a model hub."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.targets.demo import DEMO_NAME
+from toolkit.errors import ExportError
 from toolkit.targets.facts import TargetFacts
+from toolkit.targets.gguf_file import DEMO_NAME
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
-COLUMNS = (
-    "draft",
-    "num_steps",
-    "top_k",
-    "num_draft_tokens",
-    "temperature",
-    "accept_length",
-    "interval",
-    "verify_steps",
-    "speedup",
-)
+COLUMNS = ("draft", "num_steps", "top_k", "num_draft_tokens", "temperature", "accept_length", "interval",
+           "verify_steps", "speedup")  # fmt: skip
 
 
 def model_card(draft: DraftCheckpoint, to: str, facts: TargetFacts, launch: str, notes: Sequence[str]) -> str:
@@ -112,3 +107,37 @@ def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " / ".join(_words(one) for one in value)
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def check_push(name: str) -> None:
+    """Check before anything is written that a head can be pushed as `name`. Raises `ExportError`."""
+    if HUB_ID.match(name) is None:
+        raise ExportError(f"--push-to-hub {name}: ORG/NAME is needed, without a revision")
+    if is_offline_mode():
+        raise ExportError(
+            f"--push-to-hub {name}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave this out"
+        )
+
+
+def push_head(directory: Path, name: str, *, private: bool) -> str:
+    """Uploads the files of `directory` as one commit and returns its id. The repository is made where there is none.
+
+    Raises `ExportError` when the hub refuses, or when a private head would go to a repository that is public.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private or None, exist_ok=True)
+        # The hub ignores `private` for a repository that exists.
+        if private and not api.repo_info(name).private:
+            raise ExportError(
+                f"{name} exists and is public, and --private does not make it private. Nothing was uploaded: choose "
+                f"another name, or leave --private out. The export is in {directory}"
+            )
+        commit = api.upload_folder(repo_id=name, folder_path=directory, commit_message="Draft head exported by toolkit")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(
+            f"the hub refused {name}: {first} The export is in {directory}. A token with write access is needed: run "
+            "`hf auth login`, or set HF_TOKEN"
+        ) from error
+    return str(commit.oid)

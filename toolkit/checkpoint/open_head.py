@@ -1,32 +1,182 @@
-"""A draft head from anywhere: our own draft directory, another project's, a GGUF file, or a hub id."""
+"""A draft head from anywhere: our own draft directory, another project's, a GGUF file, or a hub id.
+
+Foreign checkpoints are recognised by their config keys and tensor names, never by their file names. `FORMATS` says how
+other projects write each kind of head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from toolkit.checkpoint import dspark_format, eagle2_format, eagle3_format
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft
-from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.files import CheckpointFiles, locate, read_checkpoint, read_config
-from toolkit.checkpoint.formats import FORMATS
+from toolkit.checkpoint.files import (
+    CheckpointFiles,
+    is_whole_model,
+    locate,
+    plain_name,
+    read_checkpoint,
+    read_config,
+)
+from toolkit.checkpoint.formats import Builder, Exported, Resolver, Tensors, log_resolutions
 from toolkit.checkpoint.gguf_head import gguf_file
-from toolkit.checkpoint.recognise import Recognised, recognise
-from toolkit.checkpoint.resolution import Resolver, log_resolutions
-from toolkit.errors import TargetError
-from toolkit.heads.draft_head import DraftHead
+from toolkit.errors import DraftDirError, ExportError, TargetError, TokenMapError
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import empty_head
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name
-from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict
 
 log = get_logger(__name__)
+
+# -- formats of other projects -----------------------------------------------------------------------------------------
+
+# config.json, stored tensors, resolver, facts of the target if they are at hand -> our config, the head's tensors, its
+# token map, and the embedding that came with it.
+Importer = Callable[
+    [Mapping[str, Any], Mapping[str, torch.Tensor], Resolver, TargetFacts | None],
+    tuple[HeadConfig, Tensors, TokenMap, torch.Tensor | None],
+]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """read: imports a checkpoint of this kind; None: no other project writes one. builders: by the name of the engine,
+    what writes a head for it. why_not: the reason for engines without a builder."""
+
+    read: Importer | None = None
+    builders: Mapping[str, Builder] = field(default_factory=dict)
+    why_not: str = "no such loader"
+
+
+# By the kind of head, see head_kinds.py.
+FORMATS = {
+    "eagle3": Formats(eagle3_format.import_eagle3, eagle3_format.BUILDERS),
+    "eagle2": Formats(
+        eagle2_format.import_eagle2,
+        eagle2_format.BUILDERS,
+        "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
+    ),
+    "dspark": Formats(
+        dspark_format.import_dspark,
+        dspark_format.BUILDERS,
+        "SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
+    ),
+    "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
+}
+
+
+def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: int) -> Exported:
+    """`draft` for `to`: sglang, vllm, speculators, eagle or gguf. draft_tokens: a chain's length, where the format
+    holds one.
+
+    Raises `ExportError` for a head that would not be the same there.
+    """
+    formats = FORMATS.get(draft.kind, Formats())
+    build = formats.builders.get(to)
+    if build is None:
+        raise ExportError(f"a {draft.kind} head cannot be written for {to}: {formats.why_not}")
+    config = draft.head.config
+    own, wanted = config.max_position_embeddings, facts.max_context or 0
+    if own >= wanted or config.rope_parameters.get("rope_type", "default") != "default":
+        return build(draft, config, facts, draft_tokens)
+    result = build(draft, replace(config, max_position_embeddings=wanted), facts, draft_tokens)
+    result.notes.insert(
+        0,
+        f"max_position_embeddings {own} is written as the target's {wanted}: vLLM computes no rotation beyond it, and "
+        "at each position the rotation stays the same",
+    )
+    return result
+
+
+OTHER_HEADS = {
+    "dflash2": "DFlash2 (grouped convolutions and a selector of candidates)",
+    "dflash": "a DFlash drafter of another architecture than Qwen3's",
+    "dspark": "a DSpark drafter of another architecture than Qwen3's",
+    "peagle": "P-EAGLE (a parallel drafter)",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "mtp": "MTP layers in speculators' form",
+    "eagle": "EAGLE-1 in speculators' first form",
+}
+# Kinds of speculators -> ours.
+SPECULATORS = {"eagle3": "eagle3", "dflash": "dspark", "dspark": "dspark"}
+# Block drafters with Qwen3's layers -> what wrote them.
+BLOCK_DRAFTERS = {
+    "DFlashDraftModel": "z-lab, SGLang or vLLM",
+    "DSparkDraftModel": "SGLang or vLLM",
+    "Qwen3DSparkModel": "DeepSpec, SGLang or vLLM",
+    "LingDSparkModel": "DeepSpec",
+}
+# EAGLE-3 architectures -> what wrote them, for display; no rule depends on it.
+EAGLE3_WRITERS = {
+    "eagle3": "llama.cpp",
+    "LlamaForCausalLM": "SafeAILab EAGLE-3",
+    "Eagle3LlamaForCausalLM": "AngelSlim or vLLM",
+}
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """format: toolkit, speculators, eagle3, dspark or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
+
+    format: str
+    head: str
+    writer: str
+
+
+def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
+    """Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
+    names = {plain_name(name) for name in names}
+    architectures = config.get("architectures") or []
+    if "toolkit" in config:
+        return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        if kind not in SPECULATORS:
+            raise _unknown(OTHER_HEADS.get(str(kind), f"speculators_model_type {kind!r}"))
+        return Recognised("speculators", SPECULATORS[kind], "speculators")
+    for architecture in architectures:
+        if architecture in BLOCK_DRAFTERS:
+            return Recognised("dspark", "dspark", BLOCK_DRAFTERS[architecture])
+    _refuse_others(config, " ".join(architectures), names)
+    if any(name.startswith(("midlayer.", "layers.0.")) and "hidden_norm" in name for name in names):
+        writer = EAGLE3_WRITERS.get(next(iter(architectures), ""), "SpecForge or SGLang")
+        if "use_last_layernorm" in (config.get("eagle_config") or {}):
+            writer = "NVIDIA ModelOpt"
+        return Recognised("eagle3", "eagle3", writer)
+    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
+        return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
+    shown = ", ".join(sorted(names)[:6]) or "no tensors"
+    raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
+
+
+def _refuse_others(config: dict[str, Any], architecture: str, names: set[str]) -> None:
+    for word, what in OTHER_HEADS.items():
+        if word != "eagle" and (word in str(config.get("model_type", "")).lower() or word in architecture.lower()):
+            raise _unknown(what)
+    if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
+        raise _unknown(OTHER_HEADS["peagle"])
+    if is_whole_model(names):
+        named = architecture or "unnamed"
+        raise DraftDirError(f"it is a whole language model ({named}), no draft head; use it as `target`")
+
+
+def _unknown(what: str) -> DraftDirError:
+    return DraftDirError(
+        f"it is {what}; only EAGLE-1/2, EAGLE-3, DFlash and DSpark heads and our own draft directories can be read"
+    )
+
+
+# -- any head ----------------------------------------------------------------------------------------------------------
 
 
 def open_head(
@@ -80,13 +230,18 @@ def import_head(
     resolver = Resolver(overrides)
     try:
         found = recognise(files.config, files.tensors)
-        config, tensors, token_map, embedding = _read(found, files, resolver, facts)
+        resolver.note("format", found.format, f"by its contents; in the form of {found.writer}")
+        read = FORMATS[found.head].read
+        assert read is not None, f"{found.head} checkpoints of other projects are not recognised"
+        config, tensors, token_map, embedding = read(files.config, files.tensors, resolver, facts)
         resolver.check_all_used()
         _check_dtypes(tensors, resolver)
-        head = _empty(config)
+        head = empty_head(config)
         load_strict(head, tensors, "the checkpoint")
-    except (DraftDirError, WeightsError, TokenMapError) as error:
+    except (WeightsError, TokenMapError) as error:
         raise type(error)(f"{files.directory}: {error}") from error
+    except ValueError as error:  # a DraftDirError, or settings that no head can have
+        raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
     meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": config.kind}
     meta |= config.features.to_dict()
@@ -104,22 +259,6 @@ def import_head(
         resolutions=resolver.lines,
         own_embedding=embedding,
     )
-
-
-def _read(
-    found: Recognised, files: CheckpointFiles, resolver: Resolver, facts: TargetFacts | None
-) -> tuple[HeadConfig, dict[str, torch.Tensor], TokenMap, torch.Tensor | None]:
-    resolver.note("format", found.format, f"by its contents; in the form of {found.writer}")
-    read = FORMATS[found.head].read
-    assert read is not None, f"{found.head} checkpoints of other projects are not recognised"
-    return read(files.config, files.tensors, resolver, facts)
-
-
-def _empty(config: HeadConfig) -> DraftHead:
-    try:
-        return empty_head(config)
-    except ValueError as error:  # a rope that changes with the length of the sequence
-        raise DraftDirError(str(error)) from error
 
 
 def _check_dtypes(tensors: Mapping[str, torch.Tensor], resolver: Resolver) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from toolkit.checkpoint.push_head import check_push, push_head
 from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 
@@ -65,13 +64,15 @@ def run(args: argparse.Namespace) -> int:
             "--push-to-hub uploads heads, and --to native writes a whole model; upload it by `hf upload`"
         )
     if args.push_to_hub is not None:
+        from toolkit.checkpoint.model_card import check_push  # loads torch
+
         check_push(args.push_to_hub)
     elif args.private:
         raise ArgumentsError(
             "--private is given without --push-to-hub; give --push-to-hub ORG/NAME, or leave --private out"
         )
     settings = parse_settings(args.set)
-    from toolkit.checkpoint.export_path import export_path  # loads torch
+    from toolkit.checkpoint.export_head import export_path  # loads torch
 
     with errors_with_flags():
         kind, launch, notes = export_path(
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"  {note}")
     if args.push_to_hub is not None:
+        from toolkit.checkpoint.model_card import push_head
+
         commit = push_head(args.out, args.push_to_hub, private=args.private)
         print(f"  on the hub: {args.push_to_hub}@{commit}")
     print(f"serve it:\n  {launch}")

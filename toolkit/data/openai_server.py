@@ -21,7 +21,7 @@ import httpx
 from toolkit.data.chat_template import decode, encode
 from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.log import get_logger
-from toolkit.targets.served_target import ServedTarget
+from toolkit.targets.facts import ServedTarget
 from toolkit.targets.target import end_of_turn_id
 
 logger = get_logger(__name__)

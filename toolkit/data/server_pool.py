@@ -20,7 +20,7 @@ import httpx
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.openai_server import OpenAIServer, ServerError, Unavailable
 from toolkit.log import get_logger
-from toolkit.targets.served_target import ServedTarget
+from toolkit.targets.facts import ServedTarget
 
 logger = get_logger(__name__)
 

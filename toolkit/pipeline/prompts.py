@@ -18,7 +18,7 @@ from toolkit.pipeline.run import PROMPTS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
 from toolkit.targets.chat_templates import has_chat_template
-from toolkit.targets.served_target import ServedTarget
+from toolkit.targets.facts import ServedTarget
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 

@@ -21,7 +21,7 @@ from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import FEATURES, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import RolloutSettings
-from toolkit.targets.served_target import ServedTarget
+from toolkit.targets.facts import ServedTarget
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json

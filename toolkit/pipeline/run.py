@@ -17,7 +17,7 @@ from toolkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.infer.engine.cpu_door import Use
-    from toolkit.targets.served_target import ServedTarget
+    from toolkit.targets.facts import ServedTarget
     from toolkit.targets.target import Target
 
 PROMPTS = "prompts/prompts.jsonl"
@@ -68,7 +68,7 @@ class Run:
         if not rollouts.server:
             return self.target
         from toolkit.pipeline.run_target import check_head_fits
-        from toolkit.targets.served_target import served_target
+        from toolkit.targets.facts import served_target
 
         self.check_bench()
         self.check_processes()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from toolkit.bench.acceptance import describe_draft, describe_target, describe_token_map
+from toolkit.bench.acceptance import describe_draft, describe_token_map, measured_target
 from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import Surface, forecast_surface, shapes_of
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
@@ -77,7 +77,7 @@ def search_head(
         "torch_compile": config.torch_compile,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    described = {"target": describe_target(target), "draft": describe_draft(draft)}
+    described = {"target": measured_target(target), "draft": describe_draft(draft)}
     record = make_record("search", command_line(), settings, rows, best=best, **described)
     print_search(record)
     out = out or Path("runs") / f"search-{machine_name(record['hardware'])}.json"

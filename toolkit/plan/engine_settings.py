@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
+from toolkit.checkpoint.open_head import FORMATS, Formats
 from toolkit.errors import PlanError
 from toolkit.heads.registry import build_head
 from toolkit.plan.deployment import Planner, Workload

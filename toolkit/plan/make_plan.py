@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.formats import FORMATS, Formats
-from toolkit.checkpoint.open_head import open_head
+from toolkit.checkpoint.open_head import FORMATS, Formats, open_head
 from toolkit.errors import PlanError
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft

@@ -1,17 +1,29 @@
-"""The user's cache folder, and directories in it that are built once and atomically."""
+"""The user's cache folder: directories that are built once, atomically, and the dtype that this CPU multiplies fastest.
+
+That is bfloat16 with AMX, without AMX often float32; measured once.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import functools
+import math
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+
 from toolkit.errors import TargetError
 from toolkit.log import get_logger
+from toolkit.threads import cpu_info
+from toolkit.weights import WeightsError, read_json, write_json
 
 log = get_logger(__name__)
 
@@ -67,3 +79,65 @@ def _locked(path: Path) -> Iterator[None]:
             log.info("another process is building %s; waiting for it", path.name.strip(".").removesuffix(".lock"))
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+log = get_logger(__name__)
+
+# Rows of a decoding batch and of a prompt. With few rows, reading the weights dominates, and bfloat16 is always faster.
+ROWS = (64, 256)
+COLUMNS = 1024
+REPEATS = 10
+
+
+@functools.cache
+def fastest_cpu_dtype() -> torch.dtype:
+    """bfloat16 unless float32 products are faster on this CPU. Measured once for each CPU and version of torch; cached,
+    so that a resumed pipeline keeps its dtype.
+    """
+    # Machines with the same model name may differ in instruction sets: virtual machines often hide AMX.
+    found = cpu_info()
+    flags = [flag for flag in sorted(found.get("flags", "").split()) if "amx" in flag or "bf16" in flag]
+    name = " ".join([found.get("model name", platform.machine()), *flags])
+    key, path = f"{name} | torch {torch.__version__}", cache_root() / "cpu_products.json"
+    try:
+        known = read_json(path)
+    except (OSError, WeightsError):
+        known = {}
+    if key not in known:
+        known[key] = _measure()
+        try:
+            write_json(path, known)
+            log.info("the speeds of float32 and bfloat16 products on this CPU are cached in %s", path)
+        except OSError as error:
+            log.debug("%s cannot be written (%s): the measurement of this CPU is not cached", path, error)
+    speedup = known[key]["float32_speedup"]
+    if speedup <= 1:
+        return torch.bfloat16
+    log.info("the target is loaded in float32: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
+    return torch.float32
+
+
+@torch.inference_mode()
+def _measure() -> dict[str, float]:
+    """Speed of float32 products relative to bfloat16, from the fastest of alternating runs.
+
+    On one thread: on a busy machine several threads would measure their waiting for each other.
+    """
+    dtypes = (torch.bfloat16, torch.float32)
+    weights = [torch.ones(COLUMNS, COLUMNS, dtype=dtype) for dtype in dtypes]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ratios = []
+        for rows in ROWS:
+            seconds = [float("inf"), float("inf")]
+            for _ in range(REPEATS):
+                for number, weight in enumerate(weights):
+                    x = torch.ones(rows, COLUMNS, dtype=weight.dtype)
+                    started = time.perf_counter()
+                    F.linear(x, weight)
+                    seconds[number] = min(seconds[number], time.perf_counter() - started)
+            ratios.append(seconds[0] / seconds[1])
+    finally:
+        torch.set_num_threads(threads)
+    return {"float32_speedup": math.prod(ratios) ** (1 / len(ratios))}

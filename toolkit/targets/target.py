@@ -189,6 +189,19 @@ class Target:
         )
 
 
+def describe_target(target: Target) -> dict[str, Any]:
+    """The record of a target; it is enough to load it again."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "template_sha256": target.template_sha256,
+        **({} if target.template is None else {"chat_template": target.template}),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.quantization,
+    }
+
+
 def comparable_config(config: PretrainedConfig) -> dict[str, Any]:
     """The settings of a configuration that are the same for every copy of a model, for JSON."""
     # save_pretrained adds `architectures`; saving a target must not change its fingerprint.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import TrainError
 from toolkit.log import get_logger
-from toolkit.targets.cpu_dtype import fastest_cpu_dtype
+from toolkit.targets.cache import fastest_cpu_dtype
 from toolkit.threads import physical_cores, users_threads
 
 log = get_logger(__name__)

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
-from toolkit.targets.sharding import layer_bytes, shard_layers
+from toolkit.targets.load import layer_bytes, shard_layers
 from toolkit.targets.target import Target
 
 log = get_logger(__name__)

@@ -34,7 +34,7 @@ from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import AuxCapture
 from toolkit.targets.fixed_linear import FixedLinear
-from toolkit.targets.sharding import unsharded
+from toolkit.targets.load import unsharded
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.features import StoredFeatures

@@ -24,8 +24,7 @@ from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.upload import upload
 from toolkit.targets.features import AuxCapture, LastCapture
-from toolkit.targets.fixed_linear import FixedLinear, linear_rows
-from toolkit.targets.new_weights import copy_weights
+from toolkit.targets.fixed_linear import FixedLinear, copy_weights, linear_rows
 from toolkit.targets.target import Target
 
 

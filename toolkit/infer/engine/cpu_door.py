@@ -27,7 +27,7 @@ from toolkit.infer.kernels import float8_linear
 from toolkit.infer.kernels.dispatch import REFERENCE, install
 from toolkit.log import get_logger
 from toolkit.targets import load
-from toolkit.targets.cpu_dtype import fastest_cpu_dtype
+from toolkit.targets.cache import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
 __all__ = ["QUANTIZATIONS", "Use", "compile_flags", "install_native_ops", "load_target", "native_functions", "pack"]

@@ -1,0 +1,338 @@
+"""DFlash and DSpark heads: z-lab's, DeepSpec's, SGLang's, vLLM's and speculators' forms.
+
+Read in SGLang 0.5.23, vLLM 0.32.0 and speculators 0.9.0. What `DSparkHead` has no part for, or what one of them would
+skip or compute another way, is refused by name, since none of them says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.files import plain_name
+from toolkit.checkpoint.formats import (
+    TARGETS_OWN,
+    Builder,
+    Exported,
+    Resolver,
+    Tensors,
+    check_aux_layers,
+    count_layers,
+    layer_keys,
+    layer_settings,
+    map_tensors,
+    note_unread,
+    read_token_map,
+    refuse_unless,
+    renamed,
+    speculators_keys,
+    target_width,
+)
+from toolkit.checkpoint.launch_lines import is_dflash
+from toolkit.errors import DraftDirError, ExportError, TargetError
+from toolkit.heads.dspark import DSparkConfig
+from toolkit.targets.facts import TargetFacts, target_embedding, target_output
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import WeightsError
+
+MATRIX, MASK = "lm_head.weight", "mask_embedding"
+W1, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+NESTED = ("dflash_config", "dspark_config")  # whose keys may as well stand at the top
+# Where the ids of the target's layers stand, and what is added to reach ours.
+LAYER_KEYS = {"aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
+# Settings of the Markov bias and the confidence -> our fields.
+BIAS_KEYS = {
+    "markov_rank": "markov_rank",
+    "enable_confidence_head": "confidence",
+    "confidence_head_with_markov": "confidence_with_markov",
+}
+# Settings with the one value that the head computes; the first is written, of a head with a bias.
+FIXED: dict[str, Any] = {
+    "markov_head_type": "vanilla",
+    **dict.fromkeys(
+        ("is_causal", "causal", "causal_head", "attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False
+    ),
+    **dict.fromkeys(("use_gemma_norm", "add_swa_attention_sink_bias", "gating", "shift_label"), False),
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0),
+    **dict.fromkeys(("output_multiplier", "logit_scale", "attention_value_scale"), 1.0),
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style", "use_aux_hidden_state"), True),
+    **dict.fromkeys(("projector_type", "quantization_config"), None),
+    "final_logit_softcapping": 0,
+}
+OWN_KEYS = {*LAYER_KEYS, *BIAS_KEYS, *FIXED, *NESTED} | {
+    "block_size", "mask_token_id", "mask_token", "num_target_layers", "sample_from_anchor", "dspark_bonus_anchor",
+    "swa_window_size", "sliding_window_non_causal", "has_embed_tokens", "has_lm_head",
+}  # fmt: skip
+# Parts of tensor names, and what they belong to.
+OTHER_PARTS = {
+    "qkv_proj": "a fused qkv_proj (Laguna's form); q_proj, k_proj and v_proj are needed",
+    "g_proj": "gated attention (Laguna's form)",
+    "aux_hidden_norms": "a norm of each auxiliary layer (Laguna's form)",
+    "sink": "attention sinks",
+    "_proj.bias": "biases in its attention",
+    "markov_head.gate_proj": "a gated Markov bias",
+    "markov_head.joint_proj": "a recurrent Markov bias",
+    "prefix_gru": "Domino's projector",
+    "embed_proj": "Domino's projector",
+    "_conv.": "grouped convolutions (DFlash2)",
+    "candidate_selector": "a selector of candidates (DFlash2)",
+    "experts": "experts",
+}
+FAMILIES = ("qwen3", "llama")  # some writers leave the target's here; the norms of queries and keys decide
+# Families whose embeddings transformers scales inside the embedding, and vLLM after it.
+SCALED = ("gemma3", "gemma4")
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+def import_dspark(
+    config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver, facts: TargetFacts | None
+) -> tuple[DSparkConfig, Tensors, TokenMap, torch.Tensor | None]:
+    """Config, the head's tensors, token map, and the embedding that came with the checkpoint (None without one).
+
+    Raises `DraftDirError`, `WeightsError`, `TokenMapError`.
+    """
+    said = _flat(config)
+    speculators = "transformer_layer_config" in config
+    layer = {**config["transformer_layer_config"]} if speculators else said
+    tensors, embedding = renamed(stored, _our_name, TARGETS_OWN, resolver)
+    _refuse_other_parts({**said, **layer}, tensors)
+    shapes = layer_settings(layer, tensors, "layers.0.", resolver)
+    width = target_width(said, shapes)
+    variants = _block(said, W1 in tensors, speculators, resolver) | _bias(
+        said, tensors, shapes["hidden_size"], resolver
+    )
+    mask = said.get("mask_token_id")
+    if mask is None and not resolver.overridden("mask_token_id"):
+        raise DraftDirError(
+            "config.json states no mask_token_id, whose embedding the masks are; give it with --set mask_token_id=ID"
+        )
+    mask = resolver.settle("mask_token_id", mask or 0, "as stated")
+    _check_mask(tensors.pop(MASK, None), mask, embedding, facts)
+    own_output = MATRIX in tensors
+    if not own_output:
+        resolver.note(MATRIX, "the target's", "absent: the target's output matrix scores the tokens")
+    token_map = read_token_map(said, shapes["vocab_size"], tensors, resolver)
+    ids = _layer_ids(said, resolver)
+    check_aux_layers(ids, tensors, width, facts)
+    layers = count_layers(tensors, layer.get("num_hidden_layers"))
+    note_unread({**layer, **said}, OWN_KEYS, resolver)
+    own = DSparkConfig(
+        **shapes, target_hidden_size=width, draft_vocab_size=token_map.size, aux_layer_ids=ids,
+        num_hidden_layers=layers, mask_token_id=mask, own_output=own_output, **variants,
+    )  # fmt: skip
+    return own, tensors, token_map, embedding
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the nested ones. Raises `DraftDirError` where two differ."""
+    flat = {key: value for key, value in config.items() if key not in NESTED}
+    for place in NESTED:
+        for key, value in (config.get(place) or {}).items():
+            if flat.get(key) is not None and value is not None and flat[key] != value:
+                raise DraftDirError(f"config.json: {key} is {flat[key]}, and in {place} {value}; leave one out")
+            flat[key] = value if flat.get(key) is None else flat[key]
+    return flat
+
+
+def _our_name(name: str) -> str:
+    return plain_name(name).replace("draft_id_to_target_id", "d2t")
+
+
+def _refuse_other_parts(config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Raises `DraftDirError` for parts and settings that a DSpark head has no place for."""
+    if config.get("model_type") not in (None, *FAMILIES):
+        raise DraftDirError(f"config.json: model_type is {config['model_type']!r}; layers of Qwen3's form are needed")
+    for part, what in OTHER_PARTS.items():
+        if any(part in name for name in tensors):
+            raise DraftDirError(f"it has {what}, which a DSpark head has no place for")
+    kinds = config.get("layer_types") or ()
+    if "sliding_attention" in kinds or (
+        config.get("use_sliding_window") and config.get("sliding_window") and not kinds
+    ):
+        raise DraftDirError("config.json: its layers have a sliding window; a block here sees all its context")
+    for key, value in FIXED.items():
+        refuse_unless(config, key, value)
+    if "layers.0.self_attn.q_norm.weight" not in tensors:
+        raise DraftDirError("it lacks layers.0.self_attn.q_norm.weight; layers of Qwen3's form are needed")
+
+
+def _block(said: Mapping[str, Any], biased: bool, speculators: bool, resolver: Resolver) -> dict[str, Any]:
+    """The size of the block, and whether its first place drafts."""
+    words = (said.get("speculators_model_type") or "") + " ".join(said.get("architectures") or ())
+    dspark = "dspark" in words.lower() or biased
+    anchor = said.get("sample_from_anchor")
+    if anchor is None:
+        doubt = dspark and speculators
+        rule = f"not stated: {'DSpark drafts' if dspark else 'DFlash does not draft'} from the first place"
+        if doubt:
+            rule += "; vLLM reads false: if accept_length is near 1, try --set sample_from_anchor=false"
+        anchor = resolver.settle("sample_from_anchor", dspark, rule, warning=doubt)
+    bonus = said.get("dspark_bonus_anchor")
+    if bonus is not None and bool(bonus) == anchor:
+        raise DraftDirError(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {anchor}; one is wrong")
+    block = said.get("block_size")
+    if block is None:
+        raise DraftDirError("config.json states no block_size; copy the file again from its source")
+    if dspark and not anchor and not speculators:
+        resolver.note("block_size", block + 1, f"SGLang and vLLM count drafts, {block}; the first place drafts nothing")
+        block += 1
+    return {"block_size": block, "sample_from_anchor": bool(anchor)}
+
+
+def _bias(said: Mapping[str, Any], tensors: Tensors, width: int, resolver: Resolver) -> dict[str, Any]:
+    """The Markov bias and the confidence, by their tensors. Raises `WeightsError` where the config states others."""
+    rank = tensors[W1].shape[-1] if W1 in tensors else 0
+    columns = tensors[CONFIDENCE].shape[-1] if CONFIDENCE in tensors else 0
+    with_markov = bool(rank) and columns == width + rank
+    if columns not in (0, width, width + rank) and said.get("markov_rank") in (None, rank):
+        raise WeightsError(f"wrong shape: {CONFIDENCE} reads {columns} values, not {width} or {width + rank}")
+    for key, value, given in (("markov_rank", rank, True), ("confidence_head_with_markov", with_markov, columns)):
+        if given and said.get(key) not in (None, value):
+            raise WeightsError(f"config.json: {key} is {said[key]}, but by the tensors {value}")
+    if not columns and said.get("enable_confidence_head"):
+        resolver.note("confidence", False, "the config has it, the weights have not", warning=True)
+    return {"markov_rank": rank, "confidence": columns > 0, "confidence_with_markov": with_markov}
+
+
+def _check_mask(own: torch.Tensor | None, mask: int, embedding: torch.Tensor | None, facts: TargetFacts | None) -> None:
+    """Raises `DraftDirError` for a mask embedding that is not the vocabulary's row, or cannot be compared with it."""
+    if own is None:
+        return
+    rows = embedding
+    if rows is None and facts is not None:
+        with suppress(TargetError):
+            rows = target_embedding(facts)
+    if rows is None or mask >= len(rows) or not torch.equal(own.flatten().to(rows.dtype), rows[mask]):
+        raise DraftDirError(
+            f"it has a {MASK} of its own, which is not the embedding of token {mask} as far as can be seen here; masks "
+            "that are the target's embedding of a token are needed"
+        )
+
+
+def _layer_ids(said: Mapping[str, Any], resolver: Resolver) -> tuple[int, ...]:
+    """As indices into HF hidden_states, our convention (id k = input of layer k)."""
+    found = {key: tuple(i + by for i in said[key]) for key, by in LAYER_KEYS.items() if said.get(key)}
+    if len(set(found.values())) != 1 and not resolver.overridden("aux_layer_ids"):
+        stated = " and ".join(f"{key} {list(said[key])}" for key in found)
+        what = f"{stated} are different layers" if found else f"no layers of the target ({', '.join(LAYER_KEYS)})"
+        raise DraftDirError(f"config.json states {what}; give them with --set aux_layer_ids=a,b,c (inputs of layers)")
+    key, ids = next(iter(found.items()), ("", ()))
+    rule = "outputs, so plus 1" if LAYER_KEYS.get(key) else "id k is the input of layer k"
+    return tuple(resolver.settle("aux_layer_ids", ids, f"{key} {list(said.get(key) or ())}: {rule}"))
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(config: DSparkConfig, to: str, facts: TargetFacts) -> None:
+    """Raises `ExportError` for a head that `to` would not draft with as it is."""
+    family = str(getattr(facts.config, "model_type", ""))
+    ids, last = config.aux_layer_ids, facts.n_layers - (to == "sglang")
+    why = None
+    if not config.markov_rank and config.sample_from_anchor:
+        why = "it has no Markov bias and drafts from its first place; DFlash drafts from the masks alone"
+    elif not config.markov_rank and config.confidence:
+        why = "it has a confidence and no Markov bias; DFlash has no confidence"
+    elif to != "sglang" and family.startswith(SCALED):
+        why = (
+            f"vLLM scales the embeddings of a {family} target outside of the module that the head shares, so the head "
+            "would read other ones; --to sglang is possible"
+        )
+    elif ids[0] < 1 or ids[-1] > last:
+        why = f"aux_layer_ids are {list(ids)}, and {to} supports only ids from 1 to {last}"
+    if why is not None:
+        raise ExportError(f"the head cannot be written for {to}: {why}")
+
+
+def _check_matrix(state: Tensors, config: DSparkConfig, facts: TargetFacts) -> None:
+    """Raises `ExportError` unless the head's output matrix is the target's, which SGLang takes for every head."""
+    if config.draft_vocab_size == config.vocab_size:
+        with suppress(TargetError):
+            if torch.equal(state[MATRIX].cpu(), target_output(facts).to(state[MATRIX].dtype)):
+                return
+    raise ExportError(
+        "the head has an output matrix of its own, which cannot be written for sglang: SGLang's DFlash and DSpark "
+        "models skip it and score all ids by the target's. Train a head with train.head.lm_head=frozen and a token map "
+        "of all ids for it, or write this one with --to vllm or speculators"
+    )
+
+
+def _dspark_for(to: str) -> Builder:
+    def build(draft: DraftCheckpoint, config: DSparkConfig, facts: TargetFacts, _tokens: int) -> Exported:
+        _refuse(config, to, facts)
+        state = draft.head.state_dict()
+        left_out: tuple[str, ...] = ()
+        # Without layer_types a loader could take a window from a default.
+        layer = layer_keys(config, state) | {
+            "model_type": "qwen3",
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * config.num_hidden_layers,
+        }
+        own: dict[str, Any] = {key: getattr(config, key) for key in ("draft_vocab_size", "target_hidden_size")}
+        if not is_dflash(config):
+            own |= {"markov_head_type": FIXED["markov_head_type"], "sample_from_anchor": config.sample_from_anchor}
+            own |= {key: getattr(config, name) for key, name in BIAS_KEYS.items()}
+            own["confidence_head_with_markov"] &= config.confidence
+        if not config.confidence:
+            config = replace(config, confidence_with_markov=False)  # nothing says what it would read
+        if to == "speculators":
+            keys, notes = _for_speculators(config, facts, layer, own)
+        else:
+            if to == "sglang" and config.own_output:
+                _check_matrix(state, config, facts)
+                config, left_out = replace(config, own_output=False), (MATRIX,)
+            keys, notes = _for_engines(config, facts, to, layer | own)
+        tensors = {name: value for name, value in state.items() if name not in left_out} | map_tensors(draft)
+        return Exported(keys, tensors, config, notes=notes, left_out=left_out)
+
+    return build
+
+
+def _for_engines(
+    config: DSparkConfig, facts: TargetFacts, to: str, keys: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """SGLang and vLLM read the same file, with the auxiliary layers in both conventions, each under its own key."""
+    inputs, outputs = list(config.aux_layer_ids), [i - 1 for i in config.aux_layer_ids]
+    nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
+    keys = {**keys, "num_target_layers": facts.n_layers, "architectures": ["DFlashDraftModel"], **nested}
+    keys |= {"block_size": config.block_size, "eagle_aux_hidden_state_layer_ids": inputs, "dflash_config": nested}
+    if not is_dflash(config):
+        keys |= {"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": not config.sample_from_anchor}
+        keys["block_size"] = config.drafts_at_once  # there without a first place that drafts nothing
+    notes = [f"auxiliary layers: eagle_aux_hidden_state_layer_ids {inputs} (inputs) and target_layer_ids {outputs} "
+             "(outputs)"]  # fmt: skip
+    if to == "sglang" and config.markov_rank and not config.confidence:
+        notes.append("it has no confidence, which SGLang wants unless SGLANG_RAGGED_VERIFY_MODE is static, its default")
+    return keys, notes
+
+
+def _for_speculators(
+    config: DSparkConfig, facts: TargetFacts, layer: dict[str, Any], own: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    dflash, notes = is_dflash(config), []
+    if config.own_output and config.draft_vocab_size == config.vocab_size:
+        notes = ["lm_head is the head's own, which vLLM reads; speculators' own trainer puts the target's in its place"]
+    return {
+        "architectures": ["DFlashDraftModel" if dflash else "DSparkDraftModel"],
+        **speculators_keys("dflash" if dflash else "dspark", facts, config.drafts_at_once),
+        "transformer_layer_config": layer,
+        **own,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        "sample_from_anchor": config.sample_from_anchor,
+        # Of windows only, and there are none; but vLLM makes all of a DFlash head causal where this is false.
+        "sliding_window_non_causal": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": layer["torch_dtype"],
+    }, notes
+
+
+BUILDERS: dict[str, Builder] = {to: _dspark_for(to) for to in ("sglang", "vllm", "speculators")}
