@@ -64,9 +64,8 @@ from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.pipeline.run_target import best_device
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
-from toolkit.train.failures import DivergedError
-from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
-from toolkit.train.training_data import read_data
+from toolkit.train.accelerator import DivergedError
+from toolkit.train.training_data import read_data, stored_layer_ids, texts_of, write_features
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write, sha256_file, sha256_json
 

@@ -39,8 +39,9 @@ from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.head_snapshot import describe_target
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.state import describe_target
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
 

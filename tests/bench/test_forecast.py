@@ -21,7 +21,8 @@ from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 PROMPTS = [

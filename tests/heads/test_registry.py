@@ -25,7 +25,8 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, replayed_steps, supervised_counts
+from toolkit.train.step import micro_step, replayed_steps, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 STEPS = 3

@@ -18,8 +18,7 @@ from toolkit.pipeline.run import Run
 from toolkit.pipeline.stages import run_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.features import AuxCapture
-from toolkit.train.offline_features import features_of, offline_features
-from toolkit.train.training_data import read_data
+from toolkit.train.training_data import features_of, offline_features, read_data
 
 RECIPE = """
 name: tiny

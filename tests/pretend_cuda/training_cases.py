@@ -25,7 +25,8 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.optimizer import build_optimizer
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 K, STEPS = 3, 2

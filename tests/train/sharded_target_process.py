@@ -23,7 +23,7 @@ from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import load_target, load_tokenizer
 from toolkit.targets.sharding import layer_bytes, shard_layers, unsharded
 from toolkit.targets.target import Target
-from toolkit.train import offline_features as offline
+from toolkit.train import training_data as offline
 from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 

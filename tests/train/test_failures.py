@@ -9,7 +9,7 @@ import torch
 
 from toolkit.pipeline import train_entry
 from toolkit.train import loop
-from toolkit.train.failures import DivergedError, LostProcessError, check_finite, check_weights, lost_process_named
+from toolkit.train.accelerator import DivergedError, LostProcessError, check_finite, check_weights, lost_process_named
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), None), (1.0, float("nan"))])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.bench.replay import summarise_replays
-from toolkit.train.forecast import chain_depths, replay
+from toolkit.train.step import chain_depths, replay
 
 
 def test_replay_by_hand():

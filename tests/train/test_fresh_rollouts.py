@@ -14,10 +14,10 @@ from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import load_recipe
-from toolkit.train import fresh_rollouts, real_acceptance
-from toolkit.train.fresh_rollouts import FreshRollouts
-from toolkit.train.real_acceptance import Measurement
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train import engine_client, evaluation
+from toolkit.train.engine_client import FreshRollouts
+from toolkit.train.evaluation import Measurement
+from toolkit.train.step import TrainedHead
 from toolkit.train.training_data import HeldOutPrompt
 from toolkit.weights import read_json
 
@@ -82,7 +82,7 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
         provenance = row["provenance"]
         assert provenance["temperature"] == temperatures[row["id"]] and row["split"] == "train"
         assert provenance["step"] == STEP and provenance["draft"] == "tiny, step 6"
-        seed = fresh_rollouts.derived_seed(provenance["seed"], "rollout", row["id"], 1)
+        seed = engine_client.derived_seed(provenance["seed"], "rollout", row["id"], 1)
         params = SamplingParams(temperature=provenance["temperature"], max_tokens=16, seed=seed)
         ((start, end),) = row["response_spans"]
         assert engine.generate([row["input_ids"][:start]], params)[0].output_ids == row["input_ids"][start:end]
@@ -100,7 +100,7 @@ def test_the_setting_for_the_same_bits(processes, model, tiny_target, monkeypatc
     """`rollouts.deterministic` must hold for the rollouts that training writes, and for what it measures."""
     found: list[bool] = []
     (fresh,) = processes(1, "one")
-    for module in (fresh_rollouts, real_acceptance):
+    for module in (engine_client, evaluation):
         monkeypatch.setattr(module, "with_engine", lambda use, config, *_: found.append(config.deterministic))
     for wanted in (True, False):
         fresh.recipe = replace(fresh.recipe, rollouts=replace(fresh.recipe.rollouts, deterministic=wanted))
@@ -138,7 +138,7 @@ def test_killed_while_it_writes(processes, model, monkeypatch, written):
     (whole,) = processes(1, "whole")
     whole.write(STEP, model)
     (fresh,) = processes(1, "killed")
-    real, asked = fresh_rollouts.engine_generate, []
+    real, asked = engine_client.engine_generate, []
 
     def dying(engine, draft_used):
         generate = real(engine, draft_used)
@@ -155,12 +155,12 @@ def test_killed_while_it_writes(processes, model, monkeypatch, written):
         generate = real(engine, draft_used)
         return lambda requests: (asked.extend(requests), generate(requests))[1]
 
-    monkeypatch.setattr(fresh_rollouts, "engine_generate", dying)
+    monkeypatch.setattr(engine_client, "engine_generate", dying)
     with pytest.raises(KeyboardInterrupt):
         fresh.write(STEP, model)
     kept = _rows(fresh.folder / "000006.0.jsonl")
     assert len(kept) == written and not fresh.path(STEP).exists()
-    monkeypatch.setattr(fresh_rollouts, "engine_generate", counting)
+    monkeypatch.setattr(engine_client, "engine_generate", counting)
     stats = fresh.write(STEP, model)
     assert len(asked) == 7 - written
     assert _rows(fresh.path(STEP)) == _rows(whole.path(STEP)) and stats["rollouts"] == 7

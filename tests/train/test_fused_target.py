@@ -9,7 +9,7 @@ from tests.infer.attention.test_fused_layer import FUSED, build, kernels_for_cpu
 from toolkit.data.batches import Example, collate
 from toolkit.infer.attention import fused_layer
 from toolkit.targets.features import AuxCapture, target_features
-from toolkit.train.features import OnlineFeatures
+from toolkit.train.target_side import OnlineFeatures
 
 __all__ = ["kernels_for_cpu"]
 

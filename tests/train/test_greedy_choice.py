@@ -11,8 +11,8 @@ import torch
 from tests.train.conftest import write_tiny_rollouts
 from toolkit.data.batches import collate
 from toolkit.data.examples import load_examples
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 
 STEPS = 3
 

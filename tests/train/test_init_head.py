@@ -32,8 +32,8 @@ from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train.evaluation import update_best
-from toolkit.train.offline_features import stored_layer_ids
 from toolkit.train.state import Position
+from toolkit.train.training_data import stored_layer_ids
 from toolkit.train.warm_start import continued_head
 from toolkit.train_settings import EvaluationSettings, HeadSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file

@@ -19,7 +19,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.heads.eagle3 import Eagle3Head
-from toolkit.train.metric_rows import MACHINE_KEYS
+from toolkit.train.metrics import MACHINE_KEYS
 from toolkit.train.warm_start import initialise_random
 from toolkit.weights import load_tensors
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from toolkit.train import loss as loss_module
 from toolkit.train.loss import ETA, ROW_LOSSES, DraftLoss, best_tokens
-from toolkit.train.teacher import TeacherRows
+from toolkit.train.target_side import TeacherRows
 
 STATES, TEACHER_ROWS, WIDTH, VOCABULARY = 11, 5, 4, 7
 
@@ -66,7 +66,7 @@ def _problem(dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, TeacherRo
 
 
 def _task(name, teacher, rows, choice, dtype=torch.float64) -> DraftLoss:
-    weight = torch.linspace(0.1, 0.9, STATES, dtype=dtype) * teacher.kept[rows]
+    weight = torch.linspace(0.1, 0.9, STATES, dtype=dtype) * teacher.in_draft_vocab[rows]
     return DraftLoss(name, teacher, rows, choice, weight)
 
 
@@ -78,7 +78,7 @@ def test_a_loss_and_its_gradients_equal_the_formula(small_tiles, name):
     total, losses, best = task(states, matrix)
     logits = states @ matrix.T
     wanted = FORMULAS[name](teacher.states[rows], logits.softmax(-1), choice)
-    kept = teacher.kept[rows]
+    kept = teacher.in_draft_vocab[rows]
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(losses[kept], wanted[kept], **close)
     torch.testing.assert_close(total, (wanted * task.weight).sum(), **close)
@@ -178,7 +178,7 @@ def test_the_loss_on_a_gpu_is_the_kernel_s(monkeypatch, name):
     for device in ("cpu", "cuda"):
         states, matrix, teacher, rows, choice = _problem(torch.float32)
         states, matrix = (x.detach().to(device).requires_grad_() for x in (states, matrix))
-        probs, kept = teacher.states.to(device), teacher.kept.to(device)
+        probs, kept = teacher.states.to(device), teacher.in_draft_vocab.to(device)
         teacher = TeacherRows(probs, teacher.choice.to(device), kept, lambda hidden: hidden)
         weight = torch.linspace(0.1, 0.9, STATES, device=device) * kept[rows.to(device)]
         task = DraftLoss(name, teacher, rows.to(device), choice.to(device), weight)
@@ -250,7 +250,7 @@ def test_bias_and_soft_cap_of_a_target_s_matrix(small_tiles, name):
     bias. Against torch's own differentiation in float64."""
     states, matrix, teacher, rows, choice = _problem()
     matrix, bias = matrix.detach(), 3 * torch.randn(VOCABULARY, dtype=torch.float64)
-    weight = torch.rand(STATES, dtype=torch.float64) * teacher.kept[rows]
+    weight = torch.rand(STATES, dtype=torch.float64) * teacher.in_draft_vocab[rows]
 
     def finish(scores):
         return torch.tanh(scores / 2.0) * 2.0

@@ -29,8 +29,9 @@ from toolkit.targets.facts import target_facts
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import native_head, plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
-from toolkit.train.trained_head import step_weights
+from toolkit.train.loss import step_weights
+from toolkit.train.step import forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 

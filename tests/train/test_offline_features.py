@@ -14,9 +14,9 @@ from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreEr
 from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.targets.features import AuxCapture
-from toolkit.train import offline_features as offline
-from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train import training_data as offline
+from toolkit.train.step import TrainedHead, forecast_accept_length, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train.training_data import Data
 from toolkit.train.warm_start import initialise_from_target, initialise_random
 from toolkit.train_settings import HeadSettings, TrainSettings

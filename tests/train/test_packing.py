@@ -16,8 +16,8 @@ from toolkit.errors import TargetError
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.supervision import anchored
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide, anchored
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 K = 3

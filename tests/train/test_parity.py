@@ -15,11 +15,11 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.block_unroll import unroll_blocks
 from toolkit.train.draft_head import HeadPlan, plan_head, start_head, trained_head
-from toolkit.train.head_snapshot import head_of
-from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
-from toolkit.train.ttt import unroll
+from toolkit.train.state import head_of
+from toolkit.train.step import forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.target_side import TargetSide
+from toolkit.train.ttt import unroll, unroll_blocks
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 STEPS, TOKENS, PROMPTS = 3, 40, 12
@@ -146,7 +146,7 @@ def test_a_copy_of_the_weights_forecasts_as_the_head_in_training(tiny_target, tr
     copied = head_of(model.head.state_dict(), config, tiny_target.device, torch.float32)
     again = trained_head(plan, settings, copied, side.teacher).eval()
     inputs = side.inputs(batch, STEPS)
-    arguments = (inputs.aux, inputs.embeds, inputs.supervision, None, side.token_map.to_draft(inputs.written), None)
+    arguments = (inputs.aux, inputs.embeds, inputs.supervision, None, side.token_map.to_draft(inputs.labels), None)
     with torch.no_grad():
         (_, _, hits), (_, _, wanted) = (one(*arguments, inputs.before) for one in (again, model))
         states = [one.head.first_hidden(inputs.aux) for one in (again, model)]

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.data.conversations import Conversation
 from toolkit.jsonl import DataError
-from toolkit.train.fresh_rollouts import read_pool, take_prompts
+from toolkit.train.engine_client import read_pool, take_prompts
 
 POOL = [Conversation(name, ({"role": "user", "content": name},)) for name in "abcdefg"]
 

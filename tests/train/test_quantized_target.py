@@ -8,7 +8,7 @@ import torch
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.teacher import Teacher
+from toolkit.train.target_side import Teacher
 from toolkit.train.warm_start import initialise_from_target
 
 

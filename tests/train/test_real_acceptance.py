@@ -19,11 +19,11 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
-from toolkit.train.evaluation import Evaluation
-from toolkit.train.real_acceptance import Measurement, check_engine_runs
+from toolkit.train.engine_client import check_engine_runs
+from toolkit.train.evaluation import Evaluation, Measurement
 from toolkit.train.state import Position, best_path
-from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead, forecast_accept_length, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train.training_data import HeldOutPrompt, read_held_out
 from toolkit.train.warm_start import initialise_from_target
 from toolkit.train_settings import DataSettings, EvaluationSettings, TrainSettings, UnrollSettings

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.supervision import plan_supervision
-from toolkit.train.teacher import Teacher, TeacherRows
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead
+from toolkit.train.target_side import Teacher, TeacherRows, plan_supervision
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
@@ -136,8 +135,8 @@ def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
 
 def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
     """Pieces and the sliced head must give what [M, V] logits in one piece would."""
-    monkeypatch.setattr("toolkit.train.teacher.CHOICE_SCORES", 4 * tiny_target.vocab_size)
-    monkeypatch.setattr("toolkit.train.teacher.LEAST_ROWS", 1)
+    monkeypatch.setattr("toolkit.train.target_side.CHOICE_SCORES", 4 * tiny_target.vocab_size)
+    monkeypatch.setattr("toolkit.train.target_side.LEAST_ROWS", 1)
     torch.manual_seed(2)
     hidden = torch.randn(11, tiny_target.hidden_size)
     teacher = Teacher(tiny_target, tiny_draft.token_map)
@@ -147,5 +146,5 @@ def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
     torch.testing.assert_close(rows.probs(slice(0, 11)), wanted)
     torch.testing.assert_close(rows.probs(slice(3, 7)), wanted[3:7])
     assert torch.equal(rows.choice, full.argmax(-1))
-    assert torch.equal(rows.kept, tiny_draft.token_map.t2d[full.argmax(-1)])
-    assert 0 < int(rows.kept.sum()) < 11, "the example must hold both kinds of rows"
+    assert torch.equal(rows.in_draft_vocab, tiny_draft.token_map.t2d[full.argmax(-1)])
+    assert 0 < int(rows.in_draft_vocab.sum()) < 11, "the example must hold both kinds of rows"

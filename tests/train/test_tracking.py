@@ -11,11 +11,9 @@ import torch
 from toolkit.data.batches import Example, collate
 from toolkit.errors import MissingPackageError
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.forecast import chained_counts
-from toolkit.train.metric_rows import MACHINE_KEYS, RecentSteps, StepSums, flat_row, step_row
-from toolkit.train.metrics import Metrics
-from toolkit.train.step_clock import StepClock
-from toolkit.train.supervision import covered_share
+from toolkit.train.metrics import MACHINE_KEYS, Metrics, RecentSteps, StepClock, StepSums, flat_row, step_row
+from toolkit.train.step import chained_counts
+from toolkit.train.target_side import covered_share
 from toolkit.train_settings import OptimizerSettings, TrackingSettings, TrainSettings, UnrollSettings
 
 
@@ -71,7 +69,7 @@ def test_a_step_s_row():
 def test_inner_parts_are_taken_off(monkeypatch):
     """DeepSpeed steps inside of backward: counted twice, the parts would add up to more than the step."""
     ticks = iter([0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 10.0, 11.0])
-    monkeypatch.setattr("toolkit.train.step_clock.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("toolkit.train.metrics.time.perf_counter", lambda: next(ticks))
     clock = StepClock(torch.device("cpu"))
     clock.restart()
     with clock.part("head"):

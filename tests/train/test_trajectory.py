@@ -10,8 +10,8 @@ import torch
 
 from toolkit.data.batches import Example, collate
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train.warm_start import initialise_random
 
 CURVE = Path(__file__).with_name("trajectory.json")

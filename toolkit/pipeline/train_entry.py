@@ -39,8 +39,7 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
     # The trainer's imports take seconds: a mistake in the recipe is reported before them.
-    from toolkit.train.accelerator import end_process_group, set_threads
-    from toolkit.train.failures import lost_process_named
+    from toolkit.train.accelerator import end_process_group, lost_process_named, set_threads
     from toolkit.train.loop import Trainer
 
     set_threads()

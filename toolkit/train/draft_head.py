@@ -21,10 +21,8 @@ from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import StoredFeatures
-from toolkit.train.supervision import Supervision, anchored
-from toolkit.train.teacher import Teacher
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead
+from toolkit.train.target_side import StoredFeatures, Supervision, Teacher, anchored
 from toolkit.train.warm_start import (
     RANDOM_STD,
     InitHead,

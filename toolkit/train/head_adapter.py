@@ -16,7 +16,8 @@ from toolkit.data.batches import Example, collate
 from toolkit.targets.target import Target
 from toolkit.train.draft_head import HeadPlan, trained_head
 from toolkit.train.optimizer import CLIP
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 

@@ -19,16 +19,19 @@ from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
-from toolkit.train.accelerator import build_accelerator, prepared, training_device, training_precision
+from toolkit.train.accelerator import (
+    build_accelerator,
+    check_finite,
+    check_weights,
+    frozen_target,
+    prepared,
+    training_device,
+    training_precision,
+)
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
-from toolkit.train.evaluation import Evaluation, accept_lengths, describe_best, due, has_stopped
-from toolkit.train.failures import check_finite, check_weights
-from toolkit.train.fresh_rollouts import FreshRollouts
-from toolkit.train.frozen_target import frozen_target
-from toolkit.train.head_snapshot import training_record
-from toolkit.train.metric_rows import RecentSteps, StepSums, rollouts_row, step_row
-from toolkit.train.metrics import Metrics
-from toolkit.train.offline_features import offline_features
+from toolkit.train.engine_client import FreshRollouts, check_engine_runs, shapes_of
+from toolkit.train.evaluation import Evaluation, Measurement, accept_lengths, describe_best, due, has_stopped
+from toolkit.train.metrics import Metrics, RecentSteps, StepClock, StepSums, peak_memory_bytes, rollouts_row, step_row
 from toolkit.train.optimizer import (
     build_optimizer,
     gradient_clip,
@@ -38,12 +41,18 @@ from toolkit.train.optimizer import (
     unroll_steps,
     without_compiling,
 )
-from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
-from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.step_clock import StepClock, peak_memory_bytes
-from toolkit.train.supervision import covered_share
-from toolkit.train.training_data import read_data, read_held_out, with_fresh
+from toolkit.train.state import (
+    Position,
+    best_path,
+    restore_state,
+    save_state,
+    sole_trainer,
+    stored_states,
+    training_record,
+)
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide, covered_share
+from toolkit.train.training_data import offline_features, read_data, read_held_out, with_fresh
 from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json

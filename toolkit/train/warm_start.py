@@ -37,7 +37,7 @@ from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.sharding import unsharded
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import StoredFeatures
+from toolkit.train.target_side import StoredFeatures
 from toolkit.train_settings import HeadSettings, TrainSettings, changed
 
 log = get_logger(__name__)

@@ -15,7 +15,7 @@ from toolkit.pipeline.run import Run
 from toolkit.recipe import load_recipe
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
-from toolkit.train.frozen_target import frozen_target
+from toolkit.train.accelerator import frozen_target
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from toolkit.targets.chat_templates import is_plain
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
-from toolkit.train.head_snapshot import describe_target
+from toolkit.train.state import describe_target
 
 
 def write_ids(tmp_path, ids):
