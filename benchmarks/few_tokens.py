@@ -61,7 +61,7 @@ from toolkit.bench.table import decimal
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
-from toolkit.pipeline.run_target import best_device
+from toolkit.pipeline.run import best_device
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
 from toolkit.train.accelerator import DivergedError

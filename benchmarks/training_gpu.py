@@ -119,8 +119,8 @@ class Training:
         """Trains once and returns the loss; `clock` measures the parts."""
         self.side.teacher = clock.part("labels")(self.teacher)
         self.model.score = clock.part("loss")(self.score)  # type: ignore[method-assign]
-        counts = supervised_counts(batch, self.steps, 0).clamp(min=1)
-        found = micro_step(self.model, self.side, batch, counts, self.steps, 0, clock=clock).loss
+        counts = supervised_counts(batch, self.steps).clamp(min=1)
+        found = micro_step(self.model, self.side, batch, counts, self.steps, clock=clock).loss
         with clock.part("backward"):
             found.backward()
         with clock.part("optimizer"):

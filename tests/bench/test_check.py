@@ -89,7 +89,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for batch in 25 * batches:
-        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.log import Progress
-from toolkit.pipeline import progress_bar as module
+from toolkit.pipeline import stages as module
 
 
 def test_resumed_work_is_shown_but_not_timed(

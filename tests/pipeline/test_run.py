@@ -22,9 +22,7 @@ from toolkit.bench.records import read_record
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.recipe_stages import local_files, recipe_stages
-from toolkit.pipeline.run import Run
-from toolkit.pipeline.run_target import check_head_fits
+from toolkit.pipeline.run import Run, check_head_fits, local_files, recipe_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.target import Target
 from toolkit.train_settings import TrainSettings

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.pipeline import manifest
-from toolkit.pipeline.manifest import Manifest, read_manifest
-from toolkit.pipeline.stages import PipelineError, Stage, record_done, run_stages
+from toolkit.pipeline import stages as manifest
+from toolkit.pipeline.stages import Manifest, PipelineError, Stage, read_manifest, record_done, run_stages
 from toolkit.weights import WeightsError
 
 

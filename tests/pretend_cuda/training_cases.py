@@ -80,10 +80,10 @@ def train(case: str, precision: str, target: Target) -> Trained:
     model = model.to(side.head_dtype)
     optimizer = build_optimizer(model.head, settings)
     batch = batch_of(target.vocab_size, unroll_name == "pack")
-    counts, losses = supervised_counts(batch, K, 0).clamp(min=1), []
+    counts, losses = supervised_counts(batch, K).clamp(min=1), []
     for step in range(STEPS):
         seen.clear()  # what is left in the end is the last step's
-        loss, by_step, *_ = micro_step(model, side, batch, counts, K, 0, anchors_of(plan, settings, 0, step))
+        loss, by_step, *_ = micro_step(model, side, batch, counts, K, anchors_of(plan, settings, 0, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -33,21 +33,21 @@ def _batch(target, path, *written):
     return collate(load_examples(path, "train", 64, target.name)[0], pad_id=0)
 
 
-def _step(target, draft, batch, shift=0):
+def _step(target, draft, batch):
     """The step, and how many of the target's choices it computed."""
     side = TargetSide(target, draft.token_map, draft.head.config.aux_layer_ids, "fp32")
     computed: list[int] = []
     choice = side.teacher.choice
     side.teacher.choice = lambda hidden: computed.append(len(hidden)) or choice(hidden)
     model = TrainedHead(draft.head, 0.8)
-    micro = micro_step(model, side, batch, supervised_counts(batch, STEPS, shift), STEPS, shift)
+    micro = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
     side.capture.remove()
     return micro, sum(computed)
 
 
 def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, path):
     """Losses and right predictions are those of the computed argmax, to the last bit; what was sampled, written by
-    another target, or has no provenance is computed, row by row, and so is what a shifted mask takes in."""
+    another target, or has no provenance is computed, row by row."""
     own = {"target": tiny_target.name, "temperature": 0.0}
     known, none_computed = _step(tiny_target, tiny_draft, _batch(tiny_target, path, own))
     computed, every = _step(tiny_target, tiny_draft, _batch(tiny_target, path, None))
@@ -57,7 +57,6 @@ def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, path
         mixed, some = _step(tiny_target, tiny_draft, _batch(tiny_target, path, own, own, own, other))
         assert 0 < some < every and torch.equal(mixed.right, computed.right)
     greedy = _batch(tiny_target, path, own)
-    assert _step(tiny_target, tiny_draft, replace(greedy, greedy=None), shift=1)[1] > 0
     wrong = greedy.input_ids.clone()
     wrong[greedy.response] = tiny_draft.token_map.ids[0]
     changed = _step(tiny_target, tiny_draft, replace(greedy, input_ids=wrong))[0]

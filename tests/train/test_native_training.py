@@ -94,9 +94,9 @@ def test_a_tuned_module_drafts_what_training_forecasts(family, targets, tmp_path
     model = trained_head(plan, settings, native_head(target), side.teacher)
     before = forecast_accept_length(model, side, [batch], STEPS).accept_length
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    counts = supervised_counts(batch, STEPS, 0)
+    counts = supervised_counts(batch, STEPS)
     for _ in range(40):
-        loss, *_ = micro_step(model, side, batch, counts, STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, counts, STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -126,7 +126,7 @@ def test_a_fresh_module_has_the_form_of_its_family(family, targets):
     """Its layer starts as the target's last one of its class (experts, gates and biases too), its norms are the
     family's, and it can be written into a copy of the target."""
     target = targets(family)
-    settings, plan = planned(target, HeadSettings(kind="mtp", init="copied"))
+    settings, plan = planned(target, HeadSettings(kind="mtp", init="target"))
     head = start_head(plan, settings, target, 0, ())
     native = load_native(target, *native_of(target)).head
     assert plan.config == native.config

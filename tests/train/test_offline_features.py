@@ -50,7 +50,7 @@ def opened(tiny_target, data, tmp_path):
     return call
 
 
-def train(side: TargetSide, data: Data, shift: int) -> tuple[list[list[float]], float]:
+def train(side: TargetSide, data: Data) -> tuple[list[list[float]], float]:
     config = Eagle3Config.from_target_config(
         side.target.config,
         vocab_size=side.target.vocab_size,
@@ -64,8 +64,8 @@ def train(side: TargetSide, data: Data, shift: int) -> tuple[list[list[float]], 
     losses = []
     for _, _, indices in (next(batches) for batches in [data.plan.from_position()] for _ in range(30)):
         batch = collate([data.train[index] for index in indices], data.pad_id)
-        counts = supervised_counts(batch, K, shift).clamp(min=1)
-        loss, by_step, *_ = micro_step(model, side, batch, counts, K, shift)
+        counts = supervised_counts(batch, K).clamp(min=1)
+        loss, by_step, *_ = micro_step(model, side, batch, counts, K)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -73,20 +73,19 @@ def train(side: TargetSide, data: Data, shift: int) -> tuple[list[list[float]], 
     return losses, forecast_accept_length(model, side, data.held_out, K).accept_length
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_curve_is_that_of_online_features(tiny_target, tiny_draft, data, opened, shift):
+def test_the_curve_is_that_of_online_features(tiny_target, tiny_draft, data, opened):
     """fp32, 30 steps, every step's losses to 1e-4: the writer's forward has other batches, so only roundings differ.
     What is not stored (each text's last position, the padding) must reach no loss, and the target's body not run."""
     ids, source = default_aux_layer_ids(tiny_target.n_layers), opened()
     sides = [TargetSide(tiny_target, tiny_draft.token_map, ids, "fp32", one) for one in (None, source)]
-    online = train(sides[0], data, shift)
+    online = train(sides[0], data)
 
     def refuse(*_):
         raise AssertionError("the target's body ran")
 
     hook = tiny_target.body.register_forward_pre_hook(refuse)
     try:
-        stored = train(sides[1], data, shift)
+        stored = train(sides[1], data)
     finally:
         hook.remove()
         for side in sides:

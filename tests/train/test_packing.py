@@ -55,7 +55,7 @@ def _step(made, batch, **options):
     settings = replace(settings, unroll=replace(settings.unroll, **options))
     model = trained_head(plan, settings, head, side.teacher)
     drawn = anchors_of(plan, settings, seed=0)
-    loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0, drawn)
+    loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K), K, drawn)
     return by_step, right, torch.autograd.grad(loss, list(head.parameters()))
 
 
@@ -66,7 +66,7 @@ def test_packed_rows_train_as_single_ones(made, tiny_target):
     packed = collate(examples, pad_id=0, pack=True)
     assert packed.input_ids.shape == (3, 21) and packed.starts is not None
     single = collate(examples, pad_id=0)
-    assert supervised_counts(packed, K, 0).tolist() == supervised_counts(single, K, 0).tolist()
+    assert supervised_counts(packed, K).tolist() == supervised_counts(single, K).tolist()
     mine, theirs = _step(made, packed), _step(made, single)
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(mine[1], theirs[1])
@@ -91,16 +91,16 @@ def test_a_drawn_anchor_stands_for_all_roots(made, tiny_target):
     by another number, it is not. (200 draws of 10 roots miss one with a chance below 1e-8; the seeds are fixed.)"""
     batch = collate(_examples(tiny_target.vocab_size)[3:4], pad_id=0)
     head, side, plan, settings = made
-    model, counts = trained_head(plan, settings, head, side.teacher), supervised_counts(batch, K, 0)
+    model, counts = trained_head(plan, settings, head, side.teacher), supervised_counts(batch, K)
     found = {}
     for seed in range(200):
         anchors = partial(anchored, count=1, full=settings.head.layers if settings.head.kind == "mtp" else 1, seed=seed)
         root = anchors(side.inputs(batch, K).supervision, batch.response.shape).anchors.item()
         if root not in found:
             with torch.no_grad():
-                found[root] = micro_step(model, side, batch, counts, K, 0, anchors)[1]
+                found[root] = micro_step(model, side, batch, counts, K, anchors)[1]
     with torch.no_grad():
-        full = micro_step(model, side, batch, counts, K, 0)[1]
+        full = micro_step(model, side, batch, counts, K)[1]
     torch.testing.assert_close(torch.stack(list(found.values())).mean(0), full, rtol=1e-4, atol=1e-5)
 
 

@@ -69,9 +69,9 @@ def trained(request, tiny_target):
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS, 0)
+    counts = supervised_counts(batch, STEPS)
     for _ in range(60):
-        loss, *_ = micro_step(model, side, batch, counts, STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, counts, STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -140,9 +140,8 @@ def test_a_copy_of_the_weights_forecasts_as_the_head_in_training(tiny_target, tr
     config = draft.head.config
     batch = _batch(prompts, [prompt[:1] * 8 for prompt in prompts])
     plan = HeadPlan(config, draft.token_map, config.features.layer_ids(tiny_target.n_layers))
-    settings = TrainSettings(
-        head=HeadSettings(kind=draft.kind, layers=config.layers * config.stages), unroll=UnrollSettings(ttt_steps=STEPS)
-    )
+    head = HeadSettings(kind=draft.kind, layers=config.layers * config.mtp_layers)
+    settings = TrainSettings(head=head, unroll=UnrollSettings(ttt_steps=STEPS))
     copied = head_of(model.head.state_dict(), config, tiny_target.device, torch.float32)
     again = trained_head(plan, settings, copied, side.teacher).eval()
     inputs = side.inputs(batch, STEPS)

@@ -60,9 +60,9 @@ def training(tiny_target, tiny_draft):
     initialise_from_target(model.head, tiny_target, token_map, [batch], seed=0)
     side = TargetSide(tiny_target, token_map, config.aux_layer_ids, "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS, 0)
+    counts = supervised_counts(batch, STEPS)
     for _ in range(50):
-        loss = micro_step(model, side, batch, counts, STEPS, 0).loss
+        loss = micro_step(model, side, batch, counts, STEPS).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -99,7 +99,7 @@ def test_the_engine_measures_the_head_in_training(training, tmp_path, monkeypatc
     assert position.best_real == row["real_accept_length"] == pytest.approx(sum(lengths.values()) / 6)
     best = load_tensors(best_path(tmp_path, 7))
     assert all(torch.equal(best[name], value) for name, value in model.head.state_dict().items())
-    micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0).loss.backward()
+    micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS).loss.backward()
 
 
 def test_the_first_held_out_prompts(tmp_path):

@@ -17,13 +17,13 @@ from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
 
 
-def _nine() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([RESPONSE], dtype=torch.bool), torch.tensor([9])
+def _nine() -> torch.Tensor:
+    return torch.tensor([RESPONSE], dtype=torch.bool)
 
 
 def test_nine_tokens():
     """Exactly A1, A2 and E are predicted at every step; A0 (prefill's) and what follows the answer never are."""
-    supervision = plan_supervision(*_nine(), steps=3)
+    supervision = plan_supervision(_nine(), steps=3)
     for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
         assert (roots + 2 + step).tolist() == [4, 5, 6]
         # The teacher row stands at the position from which the token is predicted.
@@ -31,18 +31,10 @@ def test_nine_tokens():
     assert supervision.counts.tolist() == [3, 3, 3]
 
 
-def test_nine_tokens_with_the_lagging_mask():
-    """The experiment's mask supervises one token past the answer and misses its first draft."""
-    supervision = plan_supervision(*_nine(), steps=2, shift=1)
-    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
-        assert (roots + 2 + step).tolist() == [5, 6, 7]
-        assert supervision.teacher_positions[rows].tolist() == [4, 5, 6]
-
-
 def test_rows_of_a_batch_never_cross_sequences():
     """A root near the end of row 0 must not be paired with a teacher row of row 1."""
     response = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
-    supervision = plan_supervision(response, torch.tensor([6, 4]), steps=4)
+    supervision = plan_supervision(response, steps=4)
     for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
         positions = supervision.teacher_positions[rows]
         assert torch.equal(positions, roots + 1 + step)
@@ -59,7 +51,7 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
     torch.manual_seed(1)
     head, steps = tiny_draft.head, 3
     aux, embeds = torch.randn(1, 9, 192), torch.randn(1, 9, 64)
-    supervision = plan_supervision(*_nine(), steps=steps)
+    supervision = plan_supervision(_nine(), steps=steps)
     probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
     rows = _rows(probs, torch.tensor([True, True, False]))
     draft_choice = probs.argmax(-1)
@@ -85,7 +77,7 @@ def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
     teacher = Teacher(tiny_target, plan.token_map)
     model = trained_head(plan, settings, head, teacher)
     last, embeds = torch.randn(1, 9, 64), torch.randn(1, 9, 64)
-    supervision = plan_supervision(*_nine(), steps=2)
+    supervision = plan_supervision(_nine(), steps=2)
     rows = teacher(last[0][supervision.teacher_positions])
     loss, _, _ = model(last, embeds, supervision, rows, rows.choice, supervision.counts)
     expected = 0.0
@@ -104,7 +96,7 @@ def test_the_distance_of_a_head_with_a_norm_is_of_its_normed_state(tiny_draft):
     torch.manual_seed(6)
     head = tiny_draft.head
     aux, embeds, wanted = torch.randn(1, 9, 192), torch.randn(1, 9, 64), torch.randn(3, 64)
-    supervision = plan_supervision(*_nine(), steps=1)
+    supervision = plan_supervision(_nine(), steps=1)
     size = head.config.draft_vocab_size
     rows = TeacherRows(wanted, torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool),
                        lambda states: torch.full((len(states), size), 1 / size))  # fmt: skip
@@ -120,7 +112,7 @@ def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
     """A process with no rows of a short last batch must still take part in the backward pass, with zeros."""
     head = TrainedHead(tiny_draft.head, 0.8).requires_grad_(True)
     try:
-        supervision = plan_supervision(torch.zeros(1, 9, dtype=torch.bool), torch.tensor([9]), steps=2)
+        supervision = plan_supervision(torch.zeros(1, 9, dtype=torch.bool), steps=2)
         size = tiny_draft.head.config.draft_vocab_size
         rows = _rows(torch.zeros(0, size), torch.zeros(0, dtype=torch.bool))
         empty = torch.zeros(0, dtype=torch.long)

@@ -39,7 +39,7 @@ def _train(target, draft) -> dict[str, list]:
     batches = _batches(target.vocab_size)
     for step in range(STEPS):
         batch = batches[step % BATCHES]
-        loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0)
+        loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K), K)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

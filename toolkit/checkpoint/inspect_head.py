@@ -99,7 +99,7 @@ def _describe(report: Report, draft: DraftCheckpoint) -> None:
     config = draft.head.config
     state = draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
-    layers = config.stages * config.layers
+    layers = config.mtp_layers * config.layers
     bad = [name for name, value in state.items() if not torch.isfinite(value).all()]
     for name in bad:
         report.refuse(f"{name} holds values that are not finite")

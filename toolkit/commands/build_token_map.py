@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """Builds, compares or repairs a map, and prints how much each vocabulary size covers."""
     _check(args)
     if args.diff:
-        from toolkit.pipeline.map_tools import describe_difference  # loads torch
+        from toolkit.pipeline.token_map import describe_difference  # loads torch
 
         first, second = args.diff
         print(describe_difference(first, second, args.tokenizer, args.counts))
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     job = run_of(args)
     tokenizer = args.tokenizer or job.recipe.target.model
     if args.repair:
-        from toolkit.pipeline.map_tools import repair_map  # loads torch
+        from toolkit.pipeline.token_map import repair_map  # loads torch
 
         found, token_map = repair_map(args.repair, args.tokenizer, args.vocab_size, args.out, args.counts)
         print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))

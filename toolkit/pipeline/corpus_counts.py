@@ -19,7 +19,7 @@ from toolkit.data.dataset_rows import HUB, dataset_shards, is_dataset
 from toolkit.errors import TokenMapError
 from toolkit.log import get_logger
 from toolkit.pipeline.corpus_worker import ShardCounter, run_worker
-from toolkit.pipeline.progress_bar import progress_bar
+from toolkit.pipeline.stages import progress_bar
 from toolkit.tokenmap.corpus import Corpus, Piece, Shard, files_of, shards_of
 from toolkit.tokenmap.count import Tally
 from toolkit.tokenmap.counts import CorpusCounts, Counts, load_counts, save_counts

@@ -1,11 +1,14 @@
-"""Search for the fastest draft setting of a head: one load of the models, a record, the winners in its directory."""
+"""Search for the fastest draft setting of a head: one load of the models, a record, the winners in its directory, and
+the command lines that start from them.
+"""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from functools import partial
 from math import ceil
@@ -28,10 +31,8 @@ from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
-from toolkit.pipeline.forecast import open_trial, prompts_from
-from toolkit.pipeline.progress_bar import progress_bar
-from toolkit.pipeline.search_uses import uses_of
-from toolkit.pipeline.stages import say
+from toolkit.pipeline.measure import open_trial, prompts_from
+from toolkit.pipeline.stages import progress_bar, say
 from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
 from toolkit.recipe import BenchSettings
@@ -260,3 +261,38 @@ def search_elsewhere(
         batches,
         step_s,
     )
+
+
+def uses_of(config: EngineConfig, temperature: float, server_temperature: float, largest: int) -> str:
+    """Returns the lines that a search prints at its end.
+
+    config: of the search. temperature: of its requests. server_temperature: of a server's requests that state none.
+    largest: the largest batch size that was searched.
+    """
+    flags, asked = _flags(config), f" --temperature {temperature:g}" if temperature else ""
+    lines = [
+        f"what was found for {kind_of_requests(temperature, config.verify)} requests is used by",
+        f"  toolkit serve{flags}",
+        f"    (for such requests; adaptive drafting with the measured times while more than {largest} requests run)",
+        f"  toolkit chat{flags}{asked}",
+        f"  toolkit bench acceptance{flags}{asked} --batch {largest}",
+    ]
+    if temperature == 0 and server_temperature:
+        lines += [
+            f"requests that state no temperature are sampled at {server_temperature:g} here, and drafted adaptively; "
+            "search for them too:",
+            f"  toolkit search{flags} --temperature {server_temperature:g}",
+        ]
+    return "\n".join(lines)
+
+
+def _flags(config: EngineConfig) -> str:
+    """Returns the options that differ from the default, as a command line has them."""
+    found = ""
+    for one in fields(config):
+        value, name = getattr(config, one.name), one.name.replace("_", "-")
+        if isinstance(value, bool) and value != one.default:
+            found += f" --{name}" if value else f" --no-{name}"
+        elif value != one.default:
+            found += f" --{name} {shlex.quote(str(value))}"
+    return found

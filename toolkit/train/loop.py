@@ -153,7 +153,7 @@ class Trainer:
             assert self.plan.init is not None, "plan_head opens train.init"
             head = continued_head(self.plan.init, self.plan.config, self.plan.token_map, settings, self.target)
         else:
-            regressed = {"target": batches, "copied": (), "random": None}[start]
+            regressed = {"target": batches, "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
         return prepared(
             self.accelerator,
@@ -268,9 +268,9 @@ class Trainer:
         """Run one optimizer step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
-        k, shift = unroll_steps(step, self.steps, settings), settings.unroll.mask_shift
+        k = unroll_steps(step, self.steps, settings)
         global_batch = self._collate(indices)
-        counts = supervised_counts(global_batch, k, shift)
+        counts = supervised_counts(global_batch, k)
         factor = rate_factor(step, self.steps, settings)
         set_learning_rates(self.optimizer, factor, settings)
         # DeepSpeed averages gradients over processes and micro-batches, but the loss is a sum over both.
@@ -282,7 +282,7 @@ class Trainer:
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
                 drawn = anchors_of(self.plan, settings, self.recipe.seed, step, start)
-                loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn, self.clock)
+                loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, drawn, self.clock)
                 with self.clock.part("head"), without_compiling():
                     accelerator.backward(loss * scale)
                     self.optimizer.step()
@@ -298,7 +298,7 @@ class Trainer:
             settings,
             factor,
             norm,
-            covered_share(global_batch, self.plan.token_map, shift),
+            covered_share(global_batch, self.plan.token_map),
             self.clock.read(),
             peak_memory_bytes(self.target.device),
         )

@@ -36,9 +36,9 @@ from toolkit.train.target_side import (
 from toolkit.train.ttt import unroll, unroll_blocks
 
 
-def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
+def supervised_counts(batch: Batch, steps: int) -> torch.Tensor:
     """Supervised tokens by step [K] of a batch; computed from the masks alone."""
-    return plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts).counts
+    return plan_supervision(batch.response, steps, batch.starts).counts
 
 
 class MicroStep(NamedTuple):
@@ -58,7 +58,6 @@ def micro_step(
     batch: Batch,
     denominators: torch.Tensor,
     steps: int,
-    shift: int,
     anchors: Anchors | None = None,
     clock: StepClock | None = None,
 ) -> MicroStep:
@@ -71,7 +70,7 @@ def micro_step(
     """
     clock = clock or StepClock(side.target.device)
     with clock.part("target"):
-        inputs = side.inputs(batch, steps, shift, anchors)
+        inputs = side.inputs(batch, steps, anchors)
         rows = side.teacher(inputs.teacher_hidden, inputs.labels, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):

@@ -158,14 +158,12 @@ class Supervision:
         return [roots if step < self.full else place[roots] for step, roots in enumerate(self.roots)]
 
 
-def plan_supervision(
-    response: torch.Tensor, lengths: torch.Tensor, steps: int, shift: int = 0, starts: torch.Tensor | None = None
-) -> Supervision:
-    """The supervision of a batch: response [B, L] bool, lengths [B], starts [B, L].
+def plan_supervision(response: torch.Tensor, steps: int, starts: torch.Tensor | None = None) -> Supervision:
+    """The supervision of a batch: response [B, L] bool, starts [B, L].
 
     Root t of step k predicts token i+1 at position i = t+1+k, so one teacher row for position i serves all steps.
     """
-    masks = [supervised_mask(response, step, shift, lengths, starts).flatten() for step in range(steps)]
+    masks = [supervised_mask(response, step, starts).flatten() for step in range(steps)]
     flat = [mask.nonzero().squeeze(-1) for mask in masks]
     # The roots of step 0 include every position that a later step predicts from.
     positions = flat[0] + 1
@@ -205,12 +203,12 @@ def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int,
     return Supervision(supervision.teacher_positions, roots, rows, supervision.starts, anchors, shares, full)
 
 
-def covered_share(batch: Batch, token_map: TokenMap, shift: int = 0) -> float:
+def covered_share(batch: Batch, token_map: TokenMap) -> float:
     """Share of a batch's supervised tokens that are in the draft vocabulary; the head cannot draft the others.
 
     Each token counts once, as the prediction of step 0. 1 without supervised tokens.
     """
-    roots = supervised_mask(batch.response, 0, shift, batch.lengths)
+    roots = supervised_mask(batch.response, 0)
     tokens = batch.input_ids[:, 2:][roots[:, :-2]]
     return float(token_map.t2d[tokens].float().mean()) if len(tokens) else 1.0
 
@@ -353,12 +351,12 @@ class TargetSide:
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
-    def inputs(self, batch: Batch, steps: int, shift: int = 0, anchors: Anchors | None = None) -> UnrollInputs:
+    def inputs(self, batch: Batch, steps: int, anchors: Anchors | None = None) -> UnrollInputs:
         """The inputs of one micro-batch; features and embeddings are in the head's dtype. anchors: of `micro_step`.
 
         Supervision is planned where the batch is. With a batch on the host nothing waits for the target's forward.
         """
-        planned = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
+        planned = plan_supervision(batch.response, steps, batch.starts)
         planned = planned if anchors is None else anchors(planned, batch.response.shape)
         greedy = None if batch.greedy is None else batch.greedy.flatten()[planned.teacher_positions + 1]
         features = self.features(batch)

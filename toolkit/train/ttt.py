@@ -7,9 +7,10 @@ Every position t of a sequence is a root. The chains of drafts of all roots are 
                       attends  step-0 keys of positions 0..t, and its own keys of steps 1..k
                       predicts x_{t+2+k}
 
-A served chain attends to the same keys: committed positions, then its own drafts. The table is that of a head with one
-stage. A head with S stages (MTP layers) predicts step k < S with stage k, which reads the state of stage k-1 at t, has
-position t and attends to its own keys of 0..t. From step S on, stage S-1 reads its own outputs, at positions t+1, ..
+A served chain attends to the same keys: committed positions, then its own drafts. The table is that of a head
+without MTP layers, or with one. One of S MTP layers predicts step k < S with layer k, which reads the state of layer
+k-1 at t, has position t and attends to its own keys of 0..t. From step S on, layer S-1 reads its own outputs, at
+positions t+1, ..
 
 A block drafter (`heads/dspark.py`) drafts at once what a chain drafts step by step, in the block of each root, so
 supervision, losses and forecasts are those of a chain:
@@ -190,36 +191,37 @@ def unroll(
     features [B, L, W]: the target's hidden states. embeds [B, L, H]: the target's embeddings of the same tokens. A root
     whose token t+1+k lies past the end of its row reads zeros as the embedding; past the end of its document (starts
     [B, L], see `Batch`) it reads the next document's. Neither is supervised.
-    anchors [B, N]: after the last stage has read all positions, only these roots are unrolled further, and the states
-    are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv 1604.06174).
+    anchors [B, N]: after the last MTP layer has read all positions, only these roots are unrolled further, and the
+    states are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv
+    1604.06174).
     """
     batch, length, width = embeds.shape
     config = head.config
     attention = TTTAttention(batch, length, config.sliding_window, starts)
-    stages = [[attention] * config.layers for _ in range(config.stages)]
+    attentions = [[attention] * config.layers for _ in range(config.mtp_layers)]
     positions = torch.arange(length, device=embeds.device).expand(batch, -1)
     roots, positions = positions, positions if starts is None else positions - starts
     hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
-        stage = min(step, config.stages - 1)
-        if anchors is not None and step == config.stages:
-            stages[stage] = [layer.at_anchors(anchors) for layer in stages[stage]]
+        mtp_layer = min(step, config.mtp_layers - 1)
+        if anchors is not None and step == config.mtp_layers:
+            attentions[mtp_layer] = [layer.at_anchors(anchors) for layer in attentions[mtp_layer]]
             hidden = (
                 hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
             )
             roots, positions = anchors, positions.gather(1, anchors)
-        at = (positions + step - stage).flatten()
-        run = partial(_one_pass, head, stage, stages[stage], embeds, roots + 1 + step, at, length + steps)
+        at = (positions + step - mtp_layer).flatten()
+        run = partial(_one_pass, head, mtp_layer, attentions[mtp_layer], embeds, roots + 1 + step, at, length + steps)
         if checkpointing and torch.is_grad_enabled():
-            hidden, stages[stage] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            hidden, attentions[mtp_layer] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
-            hidden, stages[stage] = run(hidden)
-        yield head.read(stage, hidden).view(batch, -1, width)
+            hidden, attentions[mtp_layer] = run(hidden)
+        yield head.read(mtp_layer, hidden).view(batch, -1, width)
 
 
 def _one_pass(
     head: DraftHead,
-    stage: int,
+    mtp_layer: int,
     before: Sequence[TTTAttention],
     embeds: torch.Tensor,
     following: torch.Tensor,
@@ -227,7 +229,7 @@ def _one_pass(
     reach: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, list[TTTAttention]]:
-    """Run one step of a stage; returns its states and its layers' attentions after the step. `before` is not changed.
+    """Run one step by an MTP layer; returns its states and its attentions after the step. `before` is not changed.
 
     following [B, N]: positions of the tokens that the step reads; past the end of a row it reads zeros.
     """
@@ -237,7 +239,7 @@ def _one_pass(
     read = read.masked_fill((following >= length)[:, :, None], 0.0)
     in_turn = iter(layers)
     attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
-    return head(read.flatten(0, 1), hidden, positions, attend, reach, stage), layers
+    return head(read.flatten(0, 1), hidden, positions, attend, reach, mtp_layer), layers
 
 
 class BlockAttention:

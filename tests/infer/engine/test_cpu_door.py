@@ -92,7 +92,7 @@ def test_what_writes_a_runs_rollouts(monkeypatch, bf16_model, ours, keeps, expec
     path = bf16_model.parent / "recipe.yaml"
     path.write_text(json.dumps(settings))
     run = Run(load_recipe(path), path)
-    monkeypatch.setattr("toolkit.pipeline.run_target.best_device", lambda: "cpu")
+    monkeypatch.setattr("toolkit.pipeline.run.best_device", lambda: "cpu")
     assert run.target.dtype == expected
     alone = SimpleNamespace(num_processes=1)
     assert frozen_target(run.recipe, "cpu", alone).dtype == torch.float32
