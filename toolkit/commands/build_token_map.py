@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _size_arguments(group)
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="output folder; a killed count goes on from what is in it"
+        "--out", type=Path, metavar="DIR", help="output folder"
     )
     other = parser.add_argument_group("existing maps: freq_N.pt, token_map.safetensors, or a folder with one")
     other.add_argument(

@@ -11,32 +11,34 @@ from typing import Any
 import torch
 
 from toolkit.bench.report_figures import coverage_figure
-from toolkit.pipeline.corpus_counts import count_corpora, count_here
-from toolkit.pipeline.corpus_worker import ShardCounter
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
+from toolkit.pipeline.token_counts import count_corpora, count_rollouts
 from toolkit.targets.load import load_tokenizer
-from toolkit.targets.target import Target
+from toolkit.targets.served_target import ServedTarget, served_target
 from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for
-from toolkit.tokenmap.corpus import Corpus, parse_corpora
-from toolkit.tokenmap.counts import Counts, load_counts
+from toolkit.tokenmap.counts import Counts, load_counts, parse_corpora
 from toolkit.tokenmap.files import write_map_files, write_stage
 from toolkit.tokenmap.repair import problems_of, read_ids, repaired
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import atomic_write
 
+# So many ids of each map that the other lacks are shown.
+SHOWN_IDS = 10
+
 
 def token_map_stage(run: Run) -> str:
-    """The token map of a run. Returns a headline."""
-    wanted, folder = run.recipe.token_map, run.folder
-    return map_rollouts(run.target, folder / ROLLOUTS, (folder / TOKEN_MAP).parent, wanted.size, wanted.coverage)
+    """The token map of a run. Returns a headline. Of the target it loads tokenizer and sizes, no weights."""
+    chosen, wanted, folder = run.recipe.target, run.recipe.token_map, run.folder
+    target = served_target(chosen.model, chosen.revision, (), chat_template=chosen.chat_template)
+    return map_rollouts(target, folder / ROLLOUTS, (folder / TOKEN_MAP).parent, wanted.size, wanted.coverage)
 
 
-def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, share: float | None) -> str:
+def map_rollouts(target: ServedTarget, rollouts: Path, out: Path, size: int | None, share: float | None) -> str:
     """The map of a run: over the response tokens of the training split. Returns a headline."""
-    counter = ShardCounter(target.name, "", (), target.vocab_size)
-    counted = count_here(Corpus(str(rollouts)), counter)
-    forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
-    return write_map(Counts((counted,), _about(counter, forced)), out, size, share)
+    vocab_size = target.facts.vocab_size
+    forced = forced_ids_for(target.tokenizer, target.stop_ids, vocab_size)
+    about = _about(target.name, (), vocab_size, forced)
+    return write_map(Counts((count_rollouts(rollouts, vocab_size),), about), out, size, share)
 
 
 def counts_of(
@@ -49,18 +51,15 @@ def counts_of(
     vocab_size: int | None,
     num_proc: int,
 ) -> Counts:
-    """The counts of corpora, each SPEC[:WEIGHT]. What a killed call counted is kept in `out`, which gets no map here.
+    """The counts of corpora, each SPEC[:WEIGHT]. `datasets` caches texts and counts in `out`, which gets no map here.
 
     roles: whose turns are counted in conversations. vocab_size: rows of the target's output embedding; None: the
     tokenizer's size. Raises `TokenMapError`, `DataError`, `TargetError`.
     """
     tokenizer = load_tokenizer(tokenizer_name)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = "" if backend is None else backend.to_str()
-    counter = ShardCounter(tokenizer_name, text, tuple(roles), vocab_size or len(tokenizer))
-    counted = count_corpora(parse_corpora(corpora), parse_corpora(held_out), counter, out, num_proc)
-    forced = forced_ids_for(tokenizer, (), counter.vocab_size)
-    return Counts(tuple(counted), _about(counter, forced))
+    size, cache = vocab_size or len(tokenizer), out / "counting"
+    counted = count_corpora(parse_corpora(corpora), parse_corpora(held_out), tokenizer, roles, size, cache, num_proc)
+    return Counts(counted, _about(tokenizer_name, roles, size, forced_ids_for(tokenizer, (), size)))
 
 
 def write_map(counts: Counts, out: Path, size: int | None, share: float | None) -> str:
@@ -87,17 +86,8 @@ def write_map_folder(token_map: TokenMap, counts: Counts, out: Path) -> str:
     return f"{headline}, {100 * report['held_out_coverage']:.1f} % of {report['held_out_tokens']} held out"
 
 
-def _about(counter: ShardCounter, forced_ids: Sequence[int]) -> dict[str, Any]:
-    return {
-        "tokenizer": counter.tokenizer,
-        "roles": list(counter.roles),
-        "vocab_size": counter.vocab_size,
-        "forced_ids": list(forced_ids),
-    }
-
-
-# So many ids of each map that the other lacks are shown.
-SHOWN_IDS = 10
+def _about(tokenizer: str, roles: Sequence[str], vocab_size: int, forced_ids: Sequence[int]) -> dict[str, Any]:
+    return {"tokenizer": tokenizer, "roles": list(roles), "vocab_size": vocab_size, "forced_ids": list(forced_ids)}
 
 
 def repair_map(
