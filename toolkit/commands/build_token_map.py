@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--counts", type=Path, metavar="DIR", help="take the counts of this folder; no corpus is read again"
     )
     _size_arguments(group)
-    group.add_argument(
-        "--out", type=Path, metavar="DIR", help="output folder"
-    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="output folder")
     other = parser.add_argument_group("existing maps: freq_N.pt, token_map.safetensors, or a folder with one")
     other.add_argument(
         "--diff",

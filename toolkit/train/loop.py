@@ -31,7 +31,7 @@ from toolkit.train.accelerator import (
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
 from toolkit.train.engine_client import FreshRollouts, check_engine_runs, shapes_of
 from toolkit.train.evaluation import Evaluation, Measurement, accept_lengths, describe_best, due, has_stopped
-from toolkit.train.metrics import Metrics, RecentSteps, StepClock, StepSums, peak_memory_bytes, rollouts_row, step_row
+from toolkit.train.metrics import Metrics, StepClock, StepSums, peak_memory_bytes, rollouts_row, step_row
 from toolkit.train.optimizer import (
     build_optimizer,
     gradient_clip,
@@ -116,7 +116,7 @@ class Trainer:
             run_name=recipe.name,
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
-        self.clock, self.recent = StepClock(self.target.device), RecentSteps()
+        self.clock = StepClock(self.target.device)
         self._limited = thread_limit(self.target.device, self.accelerator.num_processes, changing=not same_bits)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
@@ -251,7 +251,7 @@ class Trainer:
         self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
             best = f", forecast {position.best_forecast:.2f}" if position.best_forecast else ""
-            bar.update(1, self.recent.text(row) + best)
+            bar.update(1, f"loss {row['loss']:.2f}, first draft correct {row['accuracy_by_step'][0]:.0%}{best}")
         last, settings = done == self.steps, self.settings.evaluation
         forecast = last or due(done, settings.eval_every)
         real = settings.real_every is not None and (last or due(done, settings.real_every))

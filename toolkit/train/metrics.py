@@ -14,7 +14,6 @@ import resource
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +89,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-SHOWN_STEPS = 50
 # Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
 MACHINE_KEYS = (
     "seconds_per_step",
@@ -154,25 +152,6 @@ def step_row(
         **{f"seconds_{part}": seconds.get(part, 0.0) for part in ("target", "head", "optimizer")},
         "peak_memory_bytes": peak_memory_bytes,
     }
-
-
-class RecentSteps:
-    """What the progress bar says of the last SHOWN_STEPS steps: one step of few tokens is noise. The loss is a sum over
-    the steps of the unroll, so means begin anew where the curriculum changes their number."""
-
-    def __init__(self) -> None:
-        self._rows: deque[Mapping[str, Any]] = deque(maxlen=SHOWN_STEPS)
-
-    def text(self, row: Mapping[str, Any]) -> str:
-        """Takes the row of a step."""
-        depth = len(row["loss_by_step"])
-        if self._rows and len(self._rows[-1]["loss_by_step"]) != depth:
-            self._rows.clear()
-        self._rows.append(row)
-        tokens = max(1, sum(one["supervised_tokens"] for one in self._rows))
-        loss = sum(one["loss"] * one["supervised_tokens"] for one in self._rows) / tokens
-        right = sum(one["accuracy_by_step"][0] * one["supervised_tokens"] for one in self._rows) / tokens
-        return f"loss {loss:.2f} over {depth} draft{'s' if depth > 1 else ''} in a row, first right {right:.0%}"
 
 
 def rollouts_row(stats: Mapping[str, Any]) -> dict[str, Any]:
