@@ -61,12 +61,12 @@ from toolkit.bench.table import decimal
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
-from toolkit.pipeline.run_target import best_device
+from toolkit.pipeline.run import best_device
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
-from toolkit.train.failures import DivergedError
-from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
-from toolkit.train.training_data import read_data
+from toolkit.targets.facts import served_target
+from toolkit.train.accelerator import DivergedError
+from toolkit.train.training_data import read_data, stored_layer_ids, texts_of, write_features
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write, sha256_file, sha256_json
 
@@ -176,8 +176,9 @@ def prepare(place: Path, given: Path, recipe: Recipe, trainings: Sequence[TrainS
         use="training",
     )
     if not (place / TOKEN_MAP).is_file():
+        facts = served_target(chosen.model, chosen.revision, ())
         map_rollouts(
-            target, place / ROLLOUTS, (place / TOKEN_MAP).parent, recipe.token_map.size, recipe.token_map.coverage
+            facts, place / ROLLOUTS, (place / TOKEN_MAP).parent, recipe.token_map.size, recipe.token_map.coverage
         )
     data = read_data(recipe.train, place / ROLLOUTS, target, recipe.seed)
     layers = {layer for train in trainings or [recipe.train] for layer in stored_layer_ids(train, target)}

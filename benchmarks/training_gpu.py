@@ -34,8 +34,9 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import loss
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.step_clock import StepClock, peak_memory_bytes
+from toolkit.train.metrics import StepClock, peak_memory_bytes
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 PROMPT = 16  # tokens at the start of a row that are not trained on
@@ -118,8 +119,8 @@ class Training:
         """Trains once and returns the loss; `clock` measures the parts."""
         self.side.teacher = clock.part("labels")(self.teacher)
         self.model.score = clock.part("loss")(self.score)  # type: ignore[method-assign]
-        counts = supervised_counts(batch, self.steps, 0).clamp(min=1)
-        found = micro_step(self.model, self.side, batch, counts, self.steps, 0, clock=clock).loss
+        counts = supervised_counts(batch, self.steps).clamp(min=1)
+        found = micro_step(self.model, self.side, batch, counts, self.steps, clock=clock).loss
         with clock.part("backward"):
             found.backward()
         with clock.part("optimizer"):

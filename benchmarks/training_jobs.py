@@ -23,11 +23,11 @@ from toolkit.data.batches import Example, collate
 from toolkit.data.examples import load_examples
 from toolkit.heads.draft_head import DraftHead
 from toolkit.recipe import Recipe
+from toolkit.train.accelerator import check_weights
 from toolkit.train.draft_head import trained_head
-from toolkit.train.failures import check_weights
-from toolkit.train.head_snapshot import Weights, gathered_weights, head_of
+from toolkit.train.evaluation import Measurement
 from toolkit.train.loop import Trainer
-from toolkit.train.real_acceptance import Measurement
+from toolkit.train.state import Weights, gathered_weights, head_of
 from toolkit.train.step import replayed_steps
 from toolkit.train.training_data import FORECAST_ROLLOUTS, WholeTexts, read_held_out
 from toolkit.train.warm_start import regression_batches

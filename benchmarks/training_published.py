@@ -47,7 +47,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "curriculum": (),
         "anchors": None,
         "checkpointing": False,
-        "mask_shift": 0,  # the mask below lags by itself
     },
     "optimizer": {
         "name": "adamw",

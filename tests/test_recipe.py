@@ -9,8 +9,7 @@ import pytest
 
 from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import (
     DEMO_RECIPE,
     Recipe,
@@ -140,7 +139,6 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("rollouts.server_model=x", "set rollouts.server too, or this to null"),
         ("rollouts.server=3", "it must be a list"),
         ("rollouts.held_out=0", "rollouts.held_out = 0: it must be greater than 0"),
-        ("train.unroll.mask_shift=2", "it must be 0 or 1"),
         ("train.evaluation.real_temperatures=[]", "at least one value"),
         ("train.evaluation.real_shapes=['3,1']", "num_steps,top_k,num_draft_tokens"),
         ("train.on_policy.prompts=8", "the steps between fresh rollouts, is null; set that, or"),

@@ -52,13 +52,6 @@ def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) 
     assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
 
 
-def test_a_shifted_mask_of_all_tokens_is_refused() -> None:
-    """It differs from the exact mask at the ends of a text only, so its measurement would show nothing."""
-    assert load_recipe(DEMO_RECIPE, ["train.unroll.mask_shift=1"]).train.unroll.mask_shift == 1
-    told = refused(DEMO_RECIPE, "train.unroll.mask_shift=1", "train.data.supervise=all")
-    assert "train.unroll.mask_shift = 1: a shift changes next to nothing under train.data.supervise=all" in told
-
-
 @pytest.mark.parametrize(
     "override", ["train.evaluation.real_every=9", "train.on_policy.every=9", "target.quantization=int8"]
 )

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class HeadKind:
     """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
-    layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
-    ship heads of this kind in their own checkpoints. block: a block drafter, which drafts no deeper than its own size.
-    vocabulary: the default of train.head.vocabulary; None: the head has an output matrix of its own. normalised_steps:
-    the weights of the loss's steps sum to 1 (FastMTP)."""
+    layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.mtp_layers`. native:
+    models ship heads of this kind in their own checkpoints. block: a block drafter, which drafts no deeper than its own
+    size. vocabulary: the default of train.head.vocabulary; None: the head has an output matrix of its own.
+    normalised_steps: the weights of the loss's steps sum to 1 (FastMTP)."""
 
     head: str
     settings: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
 from toolkit.recipe_yaml import RecipeError, Rule, as_json, check
 
-NewWeights = Literal["target", "copied", "random", "native"]
+NewWeights = Literal["target", "random", "native"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class HeadSettings:
     init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
-        "target; copied: the same without the regression; native (mtp): the MTP module in the target's own checkpoint",
+        "target; native (mtp): the MTP module in the target's own checkpoint",
     )
     start_tokens: PositiveInt | None = setting(
         None, "answer tokens that the regression of init: target reads at most; null: 40 for each of its inputs"
     )
 
     @property
-    def stages(self) -> int:
-        """Layers that draft one level each, as `HeadConfig.stages` of the head."""
+    def mtp_layers(self) -> int:
+        """Layers that draft one level each, as `HeadConfig.mtp_layers` of the head."""
         return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
 
     @property
@@ -84,9 +84,6 @@ class UnrollSettings:
     )
     checkpointing: bool = setting(
         False, "backward computes the steps again: slower, less memory, the same losses", not_in_fingerprint=True
-    )
-    mask_shift: Literal[0, 1] = setting(
-        0, "an experiment: 1 shifts the loss mask by a token, to measure what the exact mask is worth; else 0"
     )
 
 
@@ -224,7 +221,7 @@ class TrainSettings:
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "native modules are mtp heads; set it to target, copied or random"
         said = f"training reaches ttt_steps ({steps}) layers only; lower it, or raise train.unroll.ttt_steps"
-        yield "head.layers", head.stages <= steps, said
+        yield "head.layers", head.mtp_layers <= steps, said
         # A setting that this kind of head does not use must not look as if it had an effect.
         own = HEAD_KINDS[head.kind].settings
         for kind, other in HEAD_KINDS.items():
@@ -247,7 +244,7 @@ class TrainSettings:
         yield "head.lm_head", new or head.lm_head != "random", said
 
     def _unroll_rules(self) -> Iterator[Rule]:
-        unroll, most, layers = self.unroll, self.unroll.ttt_steps - 1, self.head.stages
+        unroll, most, layers = self.unroll, self.unroll.ttt_steps - 1, self.head.mtp_layers
         said = "no loss is left, since train.unroll.feature_weight is 0 too; raise one of them"
         yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, said
         thins = unroll.anchors is None or unroll.ttt_steps > layers
@@ -269,9 +266,6 @@ class TrainSettings:
 
     def _step_rules(self) -> Iterator[Rule]:
         data, optimizer = self.data, self.optimizer
-        differs = self.unroll.mask_shift == 0 or data.supervise == "answers"
-        said = "a shift changes next to nothing under train.data.supervise=all; set it to 0"
-        yield "unroll.mask_shift", differs, said
         bounded = optimizer.max_grad_norm is None or optimizer.name == "adamw"
         said = "Muon's updates have a fixed norm; set it to null, or train.optimizer.name=adamw"
         yield "optimizer.max_grad_norm", bounded, said

@@ -39,8 +39,9 @@ from toolkit.targets.load import load_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.head_snapshot import describe_target
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.state import describe_target
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
 
@@ -88,7 +89,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for batch in 25 * batches:
-        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

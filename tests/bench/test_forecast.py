@@ -21,7 +21,8 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 PROMPTS = [
@@ -39,14 +40,14 @@ def trained(tiny_target):
     config = EngineConfig(max_running_requests=4)
     texts = forecast_surface(Trial(tiny_target, None, PROMPTS, Sampling(TOKENS, 0.0, 3), config), ()).references
     batch = _batch([list(one.question.prompt_ids) for one in texts], [list(one.output_ids) for one in texts])
-    settings = TrainSettings(head=HeadSettings(kind="mtp", init="copied"), unroll=UnrollSettings(ttt_steps=STEPS))
+    settings = TrainSettings(head=HeadSettings(kind="mtp", init="target"), unroll=UnrollSettings(ttt_steps=STEPS))
     plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, start_head(plan, settings, tiny_target, 0, ()), side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS, 0)
+    counts = supervised_counts(batch, STEPS)
     for _ in range(25):
-        loss, *_ = micro_step(model, side, batch, counts, STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, counts, STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

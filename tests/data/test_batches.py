@@ -22,15 +22,6 @@ def test_nine_token_drawing(step: int, expected: list[int]) -> None:
     assert roots(supervised_mask(NINE, step)) == expected
 
 
-def test_shifted_mask_loses_the_first_draft_and_leaks_past_the_answer() -> None:
-    """The experiment's mask must have the published defect."""
-    assert roots(supervised_mask(NINE, 0, shift=1)) == [3, 4, 5]
-    assert roots(supervised_mask(NINE, 1, shift=1)) == [2, 3, 4]
-    at_end = NINE[:, :7]
-    assert roots(supervised_mask(at_end, 0, shift=1)) == [3, 4]
-    assert roots(supervised_mask(NINE, 0, shift=1, lengths=torch.tensor([7]))) == [3, 4]
-
-
 def test_mask_agrees_with_its_definition_on_random_rows() -> None:
     """Compares the slices with the definition, over several turns, every root and step."""
     response = torch.rand(6, 17, generator=torch.Generator().manual_seed(0)) < 0.6

@@ -25,7 +25,8 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import TargetSide, micro_step, replayed_steps, supervised_counts
+from toolkit.train.step import micro_step, replayed_steps, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 STEPS = 3
@@ -68,7 +69,7 @@ class NewHead(DraftHead):
         self.last_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
-    def forward(self, embeds, hidden, positions, attend, reach, stage=0):
+    def forward(self, embeds, hidden, positions, attend, reach, mtp_layer=0):
         cos, sin = self.rope(positions, embeds, reach)
         x = self.join(torch.cat((embeds, hidden), dim=-1))
         for layer in self.layers:
@@ -105,8 +106,8 @@ def test_recipes_count_stages_as_the_head_does(tiny_target, kind):
     """Recipes are checked before any head is known; another count would refuse, or allow, layers that never train."""
     settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))
     plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
-    assert plan.config.stages == settings.head.stages
-    assert plan.config.stages * plan.config.layers == 2
+    assert plan.config.mtp_layers == settings.head.mtp_layers
+    assert plan.config.mtp_layers * plan.config.layers == 2
 
 
 def test_a_new_kind_trains_is_stored_and_served(registered, tiny_target, tiny_target_directory, tmp_path):
@@ -127,10 +128,10 @@ def test_a_new_kind_trains_is_stored_and_served(registered, tiny_target, tiny_ta
     assert torch.equal(copied, tiny_target.layers[-2].mlp.up_proj.weight) and head.join.weight.abs().max() > 0.1
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, head, side.teacher)
-    optimizer, counts = torch.optim.AdamW(model.parameters(), lr=3e-3), supervised_counts(batch, STEPS, 0)
+    optimizer, counts = torch.optim.AdamW(model.parameters(), lr=3e-3), supervised_counts(batch, STEPS)
     for _ in range(40):
         optimizer.zero_grad()
-        micro_step(model, side, batch, counts, STEPS, 0).loss.backward()
+        micro_step(model, side, batch, counts, STEPS).loss.backward()
         optimizer.step()
 
     directory = save_draft(tmp_path / "ckpt", head.state_dict(), plan.config, None, {})

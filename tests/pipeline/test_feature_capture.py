@@ -13,13 +13,11 @@ import torch
 
 from toolkit.data.examples import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.pipeline.stages import run_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.features import AuxCapture
-from toolkit.train.offline_features import features_of, offline_features
-from toolkit.train.training_data import read_data
+from toolkit.train.training_data import features_of, offline_features, read_data
 
 RECIPE = """
 name: tiny

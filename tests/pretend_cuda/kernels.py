@@ -21,8 +21,8 @@ from tests.pretend_cuda.containers import mapped, tensors_in
 from tests.pretend_cuda.device import CudaTensor, numbers_of, record
 from tests.pretend_cuda.seen import MixedDevicesError, caller, seen
 from toolkit.infer.kernels import dispatch
-from toolkit.train import causal_attention, triton_attention, triton_diagonals, triton_loss, ttt
-from toolkit.train.gpu_kernels import gpu_kernels
+from toolkit.train import causal_attention, triton_attention, triton_loss, ttt
+from toolkit.train.causal_attention import gpu_kernels
 from toolkit.train.loss import ROW_LOSSES
 
 
@@ -111,8 +111,8 @@ def training_on_references() -> Iterator[None]:
         (triton_attention, "attend"): causal_attention.tiled_forward,
         (triton_attention, "attend_backward"): causal_attention.tiled_backward,
         (triton_loss, "score_rows"): _scored_rows,
-        (triton_diagonals, "merge"): ttt.plain_merge,
-        (triton_diagonals, "merge_backward"): ttt.plain_merge_backward,
+        (triton_attention, "merge"): ttt.plain_merge,
+        (triton_attention, "merge_backward"): ttt.plain_merge_backward,
     }
     with ExitStack() as stack:
         for (module, name), reference in references.items():

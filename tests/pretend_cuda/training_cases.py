@@ -25,7 +25,8 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.optimizer import build_optimizer
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 K, STEPS = 3, 2
@@ -79,10 +80,10 @@ def train(case: str, precision: str, target: Target) -> Trained:
     model = model.to(side.head_dtype)
     optimizer = build_optimizer(model.head, settings)
     batch = batch_of(target.vocab_size, unroll_name == "pack")
-    counts, losses = supervised_counts(batch, K, 0).clamp(min=1), []
+    counts, losses = supervised_counts(batch, K).clamp(min=1), []
     for step in range(STEPS):
         seen.clear()  # what is left in the end is the last step's
-        loss, by_step, *_ = micro_step(model, side, batch, counts, K, 0, anchors_of(plan, settings, 0, step))
+        loss, by_step, *_ = micro_step(model, side, batch, counts, K, anchors_of(plan, settings, 0, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,11 +1,7 @@
-from array import array
-
 import pytest
 import torch
 
-from toolkit.tokenmap.corpus import Corpus
-from toolkit.tokenmap.count import Tally
-from toolkit.tokenmap.counts import CorpusCounts, Counts, load_counts, save_counts
+from toolkit.tokenmap.counts import Corpus, CorpusCounts, Counts, load_counts, save_counts
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import save_tensors
 
@@ -14,10 +10,13 @@ VOCAB = 6
 
 def corpus_counts(spec: str, weight: int, held_out: bool = False, **by_task: list[int]) -> CorpusCounts:
     """Counts of ids by task; the task "unseen" stands for held-out rollouts."""
-    tally = Tally(VOCAB, documents=len(by_task))
-    for task, ids in by_task.items():
-        tally.add((task == "unseen", "" if task in ("plain", "unseen") else task), array("q", ids))
-    return CorpusCounts(Corpus(spec, weight), tally, held_out)
+    counts = {
+        (task == "unseen", "" if task in ("plain", "unseen") else task): torch.bincount(
+            torch.tensor(ids), minlength=VOCAB
+        )
+        for task, ids in by_task.items()
+    }
+    return CorpusCounts(Corpus(spec, weight), counts, len(by_task), held_out)
 
 
 def some_counts() -> Counts:
@@ -46,7 +45,7 @@ def test_the_file_holds_everything(tmp_path):
     for path in (tmp_path, tmp_path / "counts.safetensors"):
         read = load_counts(path)
         assert read.about == some_counts().about
-        assert [(one.corpus, one.held_out, one.tally.documents) for one in read.corpora] == [
+        assert [(one.corpus, one.held_out, one.documents) for one in read.corpora] == [
             (Corpus("a", 3), False, 3), (Corpus("b/c", 1), False, 2), (Corpus("h", 2), True, 2),
         ]  # fmt: skip
         assert torch.equal(read.total(), some_counts().total())

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from toolkit.tokenmap.build import build_token_map
-from toolkit.tokenmap.corpus import Corpus
-from toolkit.tokenmap.count import Tally
-from toolkit.tokenmap.counts import CorpusCounts, Counts, load_counts
+from toolkit.tokenmap.counts import Corpus, CorpusCounts, Counts, load_counts
 from toolkit.tokenmap.files import (
     load_freq_list,
     load_token_map,
@@ -96,8 +94,8 @@ def counts_of(*counted: torch.Tensor, forced_ids: tuple[int, ...] = (), held_out
     """Counts of one corpus for each tensor; the last one is held out if asked for."""
     corpora = []
     for at, one in enumerate(counted):
-        tally = Tally(one.numel(), {(False, "math"): one.numpy()}, documents=7)
-        corpora.append(CorpusCounts(Corpus(f"c{at}", at + 1), tally, held_out and at == len(counted) - 1))
+        own = {(False, "math"): one}
+        corpora.append(CorpusCounts(Corpus(f"c{at}", at + 1), own, 7, held_out and at == len(counted) - 1))
     about = {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t", "roles": ["user"]}
     return Counts(tuple(corpora), about)
 

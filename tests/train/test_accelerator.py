@@ -1,20 +1,30 @@
-"""The settings of accelerate and DeepSpeed: which the recipe replaces, and the bucket sizes."""
+"""What the recipe replaces in the launcher's settings, bucket sizes, and ends of a training that have a name."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from toolkit.train.accelerator import BUCKET, _replaced, set_buckets
+from toolkit.pipeline import train_entry
+from toolkit.train import loop
+from toolkit.train.accelerator import (
+    DivergedError,
+    LostProcessError,
+    _replaced,
+    check_finite,
+    check_weights,
+    lost_process_named,
+    set_buckets,
+)
 
 
 @pytest.mark.parametrize(
     ("config", "mixed", "warnings"),
     [
-        ({}, "no", []),
-        ({"gradient_accumulation_steps": 1, "gradient_clipping": "auto"}, "bf16", []),
-        ({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "bf16": {"enabled": True}}, "no", []),
+        ({"gradient_accumulation_steps": 1, "gradient_clipping": "auto", "fp16": {"loss_scale": 0}}, "no", []),
         (
             {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
             "fp16",
@@ -24,15 +34,6 @@ from toolkit.train.accelerator import BUCKET, _replaced, set_buckets
                 "gradient_clipping 1.0, but the recipe's value is 0.5",
             ],
         ),
-        (
-            {"bf16": {"enabled": False}, "fp16": {"enabled": True}},
-            "no",
-            [
-                "bf16 enabled: False, but the recipe trains in bf16",
-                "fp16 enabled: True, but the recipe trains in bf16",
-            ],
-        ),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"loss_scale": 0}}, "no", []),
     ],
 )
 def test_replaced_settings_are_warned_of(
@@ -47,7 +48,6 @@ def test_replaced_settings_are_warned_of(
     ("sizes", "elements"),
     [
         ([40, 7], 48),  # a small head: one bucket of an even size for all of it
-        ([BUCKET, BUCKET, 10], BUCKET),
         ([131_072_000, 50_331_648, 4096], 131_072_000),  # the output matrix of 32,000 tokens fits whole
     ],
 )
@@ -60,8 +60,60 @@ def test_buckets_are_as_large_as_the_head_needs(sizes: list[int], elements: int)
     }  # fmt: skip
 
 
-def test_bucket_sizes_of_a_deepspeed_file_stay() -> None:
-    """Somebody who tuned them for a network keeps them."""
-    config = {"zero_optimization": {"reduce_bucket_size": 10, "allgather_bucket_size": 20}}
-    set_buckets(config, [100])
-    assert config == {"zero_optimization": {"reduce_bucket_size": 10, "allgather_bucket_size": 20}}
+@pytest.mark.parametrize(("loss", "norm"), [(float("inf"), None), (1.0, float("nan"))])
+def test_a_loss_or_norm_that_is_not_finite_raises(tmp_path, loss, norm):
+    check_finite(3, 1.0, 0.5, tmp_path)
+    with pytest.raises(DivergedError, match="of step 3 is (nan|inf).*no state was stored yet.*learning_rate"):
+        check_finite(3, loss, norm, tmp_path)
+
+
+@pytest.mark.parametrize(("rank", "numbers"), [(2, 1)])
+def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path, rank, numbers):
+    """Under ZeRO-3 a process holds a part of each parameter; the last part ends with uninitialised padding. Here 7
+    elements lie in three parts of 3."""
+    parameter = torch.nn.Parameter(torch.zeros(0))
+    parameter.ds_tensor, parameter.ds_numel = torch.full((3,), float("nan")), 7
+    model = SimpleNamespace(parameters=lambda: [parameter])
+    accelerator = SimpleNamespace(process_index=rank, device="cpu", reduce=lambda count, how: count)
+    parameter.ds_tensor[:numbers] = 1.0
+    check_weights(accelerator, model, 5, tmp_path)
+    parameter.ds_tensor[numbers - 1] = float("inf")
+    with pytest.raises(DivergedError, match="weights after step 5"):
+        check_weights(accelerator, model, 5, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (torch.distributed.DistNetworkError("the read timed out"), True),
+        (RuntimeError("CUDA out of memory"), False),
+    ],
+)
+def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
+    """An error of this process must not be reported as a lost process: the user would look at the wrong machine."""
+    with pytest.raises(LostProcessError if lost else type(error)) as raised, lost_process_named(tmp_path):
+        raise error
+    assert raised.value is not error if lost else raised.value is error
+
+
+def test_the_process_group_ends_at_exit_also_after_a_failed_training(tmp_path, monkeypatch):
+    """Threads of gloo that still run may abort the exit, which would hide the error's own exit status."""
+    at_exit: list = []
+
+    class Failing:
+        def __init__(self, *_):
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            raise DivergedError("of step 3")
+
+    monkeypatch.setattr(train_entry, "bring_up_to_date", lambda *_: None)
+    monkeypatch.setattr(train_entry.atexit, "register", at_exit.append)
+    monkeypatch.setattr(loop, "Trainer", Failing)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train_entry.train_from_command_line("eagle3", [f"run_dir={tmp_path}"]) != 0
+    assert torch.distributed.is_initialized()
+    for end in at_exit:
+        end()
+    assert not torch.distributed.is_initialized()

@@ -112,11 +112,3 @@ def test_trained_resumed_and_served(runs, tiny_target, name):
         )
     initialise_random(draft.head, seed=0)
     assert trained > 0.05 + 3 * _accepted(tiny_target, draft, prompts)
-
-
-def test_a_script_trains_its_own_kind(tiny_run):
-    """A recipe that says mtp, launched as eagle2, must not become either in silence."""
-    script = str(REPOSITORY / "toolkit" / "train" / "eagle2.py")
-    line = [sys.executable, script, "--recipe", str(tiny_run / "recipe.yaml"), "train.head.kind=mtp"]
-    refused = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "launch toolkit/train/mtp.py" in refused.stderr

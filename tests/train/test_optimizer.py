@@ -1,4 +1,4 @@
-"""Which weights Muon moves, which AdamW, and at what rate."""
+"""Which weights Muon moves and which AdamW, the learning rate, and the steps of a training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import logging
 import pytest
 import torch
 
+from toolkit.errors import TrainError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import RecipeError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head
-from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates, without_compiling
-from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings
+from toolkit.train.loop import accumulation_steps
+from toolkit.train.optimizer import (
+    build_optimizer,
+    gradient_clip,
+    rate_factor,
+    set_learning_rates,
+    total_steps,
+    without_compiling,
+)
+from toolkit.train_settings import DataSettings, HeadSettings, OnPolicySettings, OptimizerSettings, TrainSettings
 
 
 @pytest.fixture
@@ -34,7 +43,7 @@ def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
     assert (muon, adamw) == (0.01, 5e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "mtp"])
+@pytest.mark.parametrize("kind", ["mtp"])
 def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_target, kind):
     """Their `fc` and `eh_proj` are no output matrices; what is left for AdamW has one dimension."""
     settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))
@@ -90,3 +99,29 @@ def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head, monkeypatch, 
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     build_optimizer(tiny_head, TrainSettings(optimizer=OptimizerSettings(name="adamw", muon_learning_rate=0.01)))
     assert "muon_learning_rate 0.01 is not used under train.optimizer.name adamw" in caplog.text
+
+
+@pytest.mark.parametrize(("schedule", "end"), [("cosine", 0.0), ("constant", 1.0)])
+def test_warms_up_then_decays_to_zero(schedule, end):
+    settings = TrainSettings(optimizer=OptimizerSettings(warmup_ratio=0.1, schedule=schedule))
+    rates = [rate_factor(step, 100, settings) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[100] == pytest.approx(end) and rates[99] > 0  # the last step of 100 still learns
+
+
+def test_total_steps():
+    assert total_steps(TrainSettings(epochs=2.5), 10) == 25
+    assert total_steps(TrainSettings(epochs=2.5, max_steps=7), 10) == 7
+    assert total_steps(TrainSettings(max_steps=7, on_policy=OnPolicySettings(every=6)), 10) == 7
+    with pytest.raises(TrainError, match="on_policy.every = 7, but the training has 7 steps"):
+        total_steps(TrainSettings(max_steps=7, on_policy=OnPolicySettings(every=7)), 10)
+
+
+def test_global_batch_is_shared_out_or_refused():
+    """The same global batch on any number of processes: what cannot be shared evenly is an error, not a rounding."""
+    settings = TrainSettings(data=DataSettings(global_batch=8, micro_batch=2))
+    assert [accumulation_steps(settings, processes) for processes in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    with pytest.raises(ValueError, match="multiple of 3"):
+        accumulation_steps(settings, 3)

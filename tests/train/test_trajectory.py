@@ -10,8 +10,8 @@ import torch
 
 from toolkit.data.batches import Example, collate
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train.warm_start import initialise_random
 
 CURVE = Path(__file__).with_name("trajectory.json")
@@ -39,7 +39,7 @@ def _train(target, draft) -> dict[str, list]:
     batches = _batches(target.vocab_size)
     for step in range(STEPS):
         batch = batches[step % BATCHES]
-        loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0)
+        loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K), K)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.data.batches import Example, collate
-from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import HeadError
@@ -22,7 +21,6 @@ from toolkit.train.warm_start import (
     copy_decoder_layer,
     copy_norm,
     initialise_from_target,
-    initialise_random,
     regression_batches,
 )
 from toolkit.train_settings import HeadSettings, TrainSettings
@@ -52,29 +50,6 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
     torch.testing.assert_close(head.norm.weight, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
 
 
-def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_draft):
-    """A start that differs only in `fc` measures the gain of the regression."""
-    plan = plan_head(TrainSettings(head=HeadSettings(init="copied")), tiny_target, tiny_draft.token_map)
-    starts = {
-        name: start_head(plan, TrainSettings(), tiny_target, 3, batches).state_dict()
-        for name, batches in (("random", None), ("copied", ()), ("target", _batches(tiny_target)))
-    }
-    for name, value in starts["copied"].items():
-        assert torch.equal(value, starts["random" if name == "fc.weight" else "target"][name]), name
-    assert not torch.equal(starts["copied"]["fc.weight"], starts["target"]["fc.weight"])
-
-
-@pytest.mark.parametrize("init", ["target", "copied", "random"])
-def test_more_layers_than_there_are_to_copy_are_refused(tiny_target, tiny_draft, init):
-    """Before the copy, which would fail without a word of the setting; a random head may have any number."""
-    settings = TrainSettings(head=HeadSettings(init=init, layers=tiny_target.n_layers + 1))
-    if init == "random":
-        assert plan_head(settings, tiny_target, tiny_draft.token_map).config.num_hidden_layers == settings.head.layers
-        return
-    with pytest.raises(TargetError, match=f"train.head.layers = {settings.head.layers}: .* layers to copy"):
-        plan_head(settings, tiny_target, tiny_draft.token_map)
-
-
 def test_several_layers_start_as_the_last_ones_in_order(tiny_target, tiny_draft):
     """The first of three is the target's third last; in another order the head would start from noise."""
     config = dataclasses.replace(tiny_draft.head.config, num_hidden_layers=3)
@@ -99,7 +74,6 @@ QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 # Settings that multiply scores and outputs, and the factors that the copies have for it.
 OF_FAMILY = {
     "gemma2": ({"query_pre_attn_scalar": 32}, {"q_proj": 0.5}),
-    "gemma3_text": ({"query_pre_attn_scalar": 32}, {}),
     "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "granite": (
         {"attention_multiplier": 0.5, "residual_multiplier": 0.25},
@@ -112,10 +86,8 @@ OF_FAMILY = {
     ("family", "left", "dropped"),
     [
         ("llama", (), []),
-        ("qwen2", (), BIASES),
         ("qwen3", QK, QK_NORMS),
         ("gemma2", OUTPUTS, [*NORMED_OUTPUTS, "mlp.act_fn", "self_attn.attn_logit_softcapping"]),
-        ("smollm3", QK, []),
         (
             "phi3",
             (*QK, "self_attn.v_proj.weight", OUTPUTS[0], *MLP),
@@ -133,20 +105,12 @@ OF_FAMILY = {
                 *(f"mlp.experts.{one}_proj{kind}" for one in ("gate_up", "down") for kind in ("", "_bias")),
             ],
         ),
-        ("arcee", MLP, ["mlp.act_fn"]),
-        ("bitnet", OUTPUTS, ["self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight", "mlp.act_fn"]),
-        (
-            "gemma3_text",
-            (*QK, *OUTPUTS),
-            [*NORMED_OUTPUTS, *QK_NORMS, "mlp.act_fn"],
-        ),
         (
             "glm4",
             (*QK, *OUTPUTS, *MLP[:2]),
             [*BIASES, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", "mlp.gate_up_proj.weight"],
         ),
         ("granite", (), []),
-        ("cohere", (*QK, "post_attention_layernorm.weight"), []),
         ("qwen3_moe", (*QK, *MLP), [*QK_NORMS, "mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]),
     ],
 )
@@ -177,14 +141,6 @@ def test_parts_of_another_meaning_stay_random(family, left, dropped):
     mine = layer.post_attention_layernorm.weight
     norm = source.get("pre_feedforward_layernorm.weight", source["post_attention_layernorm.weight"])
     torch.testing.assert_close(mine, norm + (1 if "gemma" in family else 0), atol=1e-5, rtol=1e-4)
-
-
-def test_an_mlp_without_a_norm_before_it(tiny_target, tiny_draft):
-    """OLMo 2 norms outputs alone: its `post_attention_layernorm` is no norm before the MLP."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **SMALL))
-    config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
-    report = copy_decoder_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
-    assert {"hidden_norm.weight", "post_attention_layernorm.weight", *OUTPUTS, *QK} == set(report.not_copied)
 
 
 def _pairs(target, head, batches):
@@ -222,38 +178,14 @@ def test_fc_explains_the_next_input_of_the_last_layer(tiny_target, tiny_draft):
     assert abs(mine - r2) < 0.05
 
 
-def test_a_fit_that_nothing_judges_explains_nothing(tiny_target, tiny_draft):
-    """One batch leaves none to judge it by: an R2 of 1 would be made up. Answers of no pairs leave `fc` as it was."""
-    head = _head(tiny_target, tiny_draft)
-    (batch,) = _batches(tiny_target, count=1)
-    assert initialise_from_target(head, tiny_target, tiny_draft.token_map, [batch], seed=0) is None
-    fitted = head.fc.weight.clone()
-    silent = dataclasses.replace(batch, response=torch.zeros_like(batch.response))
-    assert initialise_from_target(head, tiny_target, tiny_draft.token_map, [silent], seed=0) is None
-    random = _head(tiny_target, tiny_draft)
-    initialise_random(random, 0)
-    assert torch.equal(head.fc.weight, random.fc.weight) and not torch.equal(fitted, random.fc.weight)
-
-
-@pytest.mark.parametrize("family", [torch.nn.RMSNorm, torch.nn.LayerNorm])
-def test_the_scale_of_a_norm(family):
+def test_the_scale_of_a_norm():
     """A LayerNorm takes away the mean of what it is asked with, and adds its bias: neither is its scale."""
-    theirs, mine = family(64, eps=1e-5), torch.nn.RMSNorm(64, eps=1e-5)
+    theirs, mine = torch.nn.LayerNorm(64, eps=1e-5), torch.nn.RMSNorm(64, eps=1e-5)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(64))
     assert copy_norm(mine, theirs, 64)
     torch.testing.assert_close(mine.weight, theirs.weight, atol=1e-5, rtol=1e-5)
-
-
-def test_random_start_is_seeded(tiny_target, tiny_draft):
-    first, second, other = (_head(tiny_target, tiny_draft) for _ in range(3))
-    initialise_random(first, 5)
-    initialise_random(second, 5)
-    initialise_random(other, 6)
-    assert torch.equal(first.fc.weight, second.fc.weight)
-    assert not torch.equal(first.fc.weight, other.fc.weight)
-    assert torch.equal(first.norm.weight, torch.ones(64))
 
 
 def test_an_eagle2_head_starts_as_the_best_linear_guess(tiny_target):
@@ -293,8 +225,7 @@ def test_mtp_layers_start_as_the_last_layer(tiny_target):
         assert layer.eh_proj.weight.abs().max() > 0.1, "solved, not random"
 
 
-@pytest.mark.parametrize("choice", ["random", "target", "frozen"])
-@pytest.mark.parametrize("start", ["random", "target"])
+@pytest.mark.parametrize(("start", "choice"), [("target", "random"), ("random", "frozen")])
 def test_the_output_matrix_starts_as_set(tiny_target, tiny_draft, monkeypatch, start, choice):
     """`train.head.lm_head` decides about the matrix and its norm whatever the rest starts from; frozen keeps it."""
     scale = torch.full_like(tiny_target.final_norm.weight, 1.5)

@@ -148,7 +148,7 @@ class CheckedHead:
     @cached_property
     def continuations(self) -> Continuations | None:
         """The exact distribution that sampled continuations of a prompt are compared with."""
-        return most_even_distribution(self.target, self.prompts, self.draft.head.config.stages)
+        return most_even_distribution(self.target, self.prompts, self.draft.head.config.mtp_layers)
 
     @cached_property
     def reference(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
 def _describe(report: Report, draft: DraftCheckpoint, named: str | None) -> None:
     config, state = draft.head.config, draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
-    layers = config.stages * config.layers
+    layers = config.mtp_layers * config.layers
     own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
     report.rows += [
         ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),

@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--counts", type=Path, metavar="DIR", help="take the counts of this folder; no corpus is read again"
     )
     _size_arguments(group)
-    group.add_argument(
-        "--out", type=Path, metavar="DIR", help="output folder; a killed count goes on from what is in it"
-    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="output folder")
     other = parser.add_argument_group("existing maps: freq_N.pt, token_map.safetensors, or a folder with one")
     other.add_argument(
         "--diff",
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     """Builds, compares or repairs a map, and prints how much each vocabulary size covers."""
     _check(args)
     if args.diff:
-        from toolkit.pipeline.map_tools import describe_difference  # loads torch
+        from toolkit.pipeline.token_map import describe_difference  # loads torch
 
         first, second = args.diff
         print(describe_difference(first, second, args.tokenizer, args.counts))
@@ -117,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     job = run_of(args)
     tokenizer = args.tokenizer or job.recipe.target.model
     if args.repair:
-        from toolkit.pipeline.map_tools import repair_map  # loads torch
+        from toolkit.pipeline.token_map import repair_map  # loads torch
 
         found, token_map = repair_map(args.repair, args.tokenizer, args.vocab_size, args.out, args.counts)
         print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))

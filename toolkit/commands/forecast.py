@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"{flag_of(given[0])} is for answers that are written here; --rollouts has its answers")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
-    from toolkit.pipeline.forecast import forecast_head, largest_shapes
+    from toolkit.pipeline.measure import forecast_head, largest_shapes
 
     with errors_with_flags():
         paths = forecast_head(

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
-    from toolkit.pipeline.forecast import largest_shapes
+    from toolkit.pipeline.measure import largest_shapes
     from toolkit.pipeline.search import search_elsewhere, search_head
 
     top_ks, batches = args.top_k or ([1] if args.engine == "vllm" else None), sorted(set(args.batch))

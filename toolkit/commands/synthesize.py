@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import recipe_stages
 
 HELP = "collect the prompts of a recipe: from its sources, and written by the target itself"
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.force:
         raise ArgumentsError(f"--force is for the recipe's run folder; remove {args.out.parent} to start over")
-    from toolkit.pipeline.prompts import write_prompts  # loads torch
+    from toolkit.pipeline.rollouts import write_prompts  # loads torch
 
     print(write_prompts(job.writing_target, job.recipe.prompts, job.recipe.seed, args.out))
     return 0

@@ -159,29 +159,17 @@ def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
 #   response   .  .  .  #  #  #  #  .  .          step 0 (x_{t+2}):  2 -> A1   3 -> A2   4 -> E
 #                    t=2 |  |                     step 1 (x_{t+3}):  1 -> A1   2 -> A2   3 -> E
 #                 feature emb->predict            step 2 (x_{t+4}):  0 -> A1   1 -> A2   2 -> E
-#
-# shift=1 (the mask lags by one):                 step 0 (x_{t+2}):  3 -> A2   4 -> E    5 -> \n
-def supervised_mask(
-    response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None, starts: Tensor | None = None
-) -> Tensor:
+def supervised_mask(response: Tensor, step: int, starts: Tensor | None = None) -> Tensor:
     """Return the mask [B, L] bool of supervised roots t at `step` k: response[t+1+k] and response[t+2+k].
 
-    `shift` 1 is for one experiment: the mask lags the predictions by one, response[t+k] and response[t+1+k], as in
-    SpecForge issue 885. The first draft of an answer (A1) then has no loss, and ids after the answer have one.
-    (SpecForge's mask is response[t+k] alone: it supervises one more id after the answer. The masks are equal where a
-    sequence ends with its answer.) `lengths` [B] excludes the padding from a shifted mask; an exact mask excludes it by
-    itself. `starts` [B, L] (see `Batch`) excludes predictions across the sequences of a row.
+    `starts` [B, L] (see `Batch`) excludes predictions across the sequences of a row.
     """
     width = response.shape[1]
     supervised = torch.zeros_like(response)
     roots = width - (step + 2)
     if roots <= 0:
         return supervised
-    first = step + 1 - shift
-    supervised[:, :roots] = response[:, first : first + roots] & response[:, first + 1 : first + 1 + roots]
-    if lengths is not None:
-        predicted = torch.arange(width, device=response.device) + step + 2
-        supervised &= predicted[None, :] < lengths[:, None]
+    supervised[:, :roots] = response[:, step + 1 : step + 1 + roots] & response[:, step + 2 :]
     if starts is not None:
         supervised[:, :roots] &= starts[:, step + 2 :] <= torch.arange(roots, device=response.device)
     return supervised

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import optional_package
 from toolkit.jsonl import GZIP_ERRORS, DataError
-from toolkit.weights import sha256_json
 
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
-# A dataset on disk is counted in shards of about this many bytes.
-SHARD_BYTES = 8 << 20
 # What `save_to_disk` writes into its folder.
 SAVED = ("state.json", "dataset_dict.json")
-_OPENING = threading.Lock()  # `datasets` lists files with tqdm, whose class fails if two threads do it at once
 
 Row = tuple[str, Mapping[str, Any]]
 """(place for error messages, content)"""
@@ -77,45 +71,6 @@ def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Ro
             f"{source}: reading failed after {at} rows ({type(error).__name__}: {error}); check the network and try "
             "again, or download the dataset and give its directory"
         ) from error
-
-
-def dataset_shards(source: str) -> tuple[int, str]:
-    """Return how many shards a dataset can be read in, and a mark that changes when its files do.
-
-    Raises `DataError` as `load_rows`.
-    """
-    datasets = optional_package("datasets", source)
-
-    name, config = _name_and_config(source)
-    rows = _opened(source)
-    try:
-        if _is_saved(Path(name)):
-            mark: Any = rows._fingerprint  # of the content, kept by `save_to_disk`
-        else:
-            files = datasets.load_dataset_builder(name, config).config.data_files or {}
-            # Names on the hub contain the commit; those on disk have a time of change as their origin.
-            mark = {str(split): [list(map(str, one)), one.origin_metadata] for split, one in files.items()}
-    except _loading_errors() as error:
-        raise DataError(f"{source}: its files cannot be listed ({type(error).__name__}: {error})") from error
-    return _shard_count(rows), sha256_json(mark)
-
-
-def shard_rows(source: str, index: int) -> Iterator[Row]:
-    """Yield the rows of one shard of a dataset. Raises `DataError` as `load_rows` and `streamed_rows`."""
-    with _OPENING:
-        rows = _opened(source)
-    yield from streamed_rows(f"{source} shard {index}", rows.shard(_shard_count(rows), index, contiguous=True))
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(source: str) -> Any:
-    return load_rows(source, True, None)
-
-
-def _shard_count(rows: Any) -> int:
-    if not hasattr(rows, "__len__"):
-        return int(rows.num_shards)
-    return max(1, min(len(rows), rows.data.nbytes // SHARD_BYTES))
 
 
 def _is_saved(folder: Path) -> bool:

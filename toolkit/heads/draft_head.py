@@ -87,21 +87,21 @@ class DraftHead(nn.Module, ABC):
     lm_head: OutputMatrix
 
     def first_hidden(self, features: Tensor) -> Tensor:
-        """The input of stage 0 at positions with known target features: [..., W] -> [..., H]."""
+        """The input of MTP layer 0 at positions with known target features: [..., W] -> [..., H]."""
         return features
 
     @abstractmethod
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, mtp_layer: int = 0
     ) -> Tensor:
-        """Run one pass of a stage.
+        """Run one pass, by MTP layer `mtp_layer`; other heads have one.
 
         embeds [T, H]: embedding of the token after each position; hidden [T, H]: output of `first_hidden` or of the
         previous pass; positions [T] int64, all below `reach`. Returns [T, H], the `hidden` of the next pass.
         """
 
-    def read(self, stage: int, hidden: Tensor) -> Tensor:
-        """The input of the output matrix (the head's or the target's) from a stage's output: [..., H] -> [..., H]."""
+    def read(self, mtp_layer: int, hidden: Tensor) -> Tensor:
+        """The input of the output matrix (the head's or the target's) from `forward`'s output: [..., H] -> [..., H]."""
         return hidden
 
     def normed(self, states: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class DSparkHead(DraftHead):
         return torch.cat((anchors, masks), dim=1).flatten(0, 1)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, mtp_layer: int = 0
     ) -> Tensor:
         """Draft n blocks in one pass; T = n*b, block by block.
 

@@ -91,7 +91,7 @@ class Eagle2Head(DraftHead):
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, mtp_layer: int = 0
     ) -> Tensor:
         """As `DraftHead.forward`. Returns the next feature [T, H], also the input of the target's output matrix."""
         cos, sin = self.rope(positions, embeds, reach)

@@ -149,7 +149,7 @@ class Eagle3Head(DraftHead):
         return self.fc(self.before_fc(features))
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, mtp_layer: int = 0
     ) -> Tensor:
         """As `DraftHead.forward`. The result is before the final norm unless `norm_output`."""
         cos, sin = self.rope(positions, embeds, reach)

@@ -106,8 +106,8 @@ class HeadConfig(ABC):
         return self.vocab_size
 
     @property
-    def stages(self) -> int:
-        """Number of modules that draft one level each (MTP layers). The last one drafts all further levels."""
+    def mtp_layers(self) -> int:
+        """Number of layers that draft one level each (MTP layers). The last one drafts all further levels."""
         return 1
 
     @property
@@ -119,7 +119,7 @@ class HeadConfig(ABC):
     @property
     @abstractmethod
     def layers(self) -> int:
-        """Number of attention layers of a stage."""
+        """Number of attention layers of an MTP layer; of other heads, of all."""
 
     @property
     def regressed_layer(self) -> int | None:
@@ -178,7 +178,7 @@ class HeadConfig(ABC):
         """The sliding window's keys for vLLM and speculators, which apply it according to `layer_types`."""
         if self.sliding_window is None:
             return {}
-        types = ["sliding_attention"] * (self.stages * self.layers)
+        types = ["sliding_attention"] * (self.mtp_layers * self.layers)
         return {"sliding_window": self.sliding_window, "layer_types": types}
 
     @classmethod

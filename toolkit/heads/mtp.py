@@ -92,7 +92,7 @@ class MtpConfig(HeadConfig):
         return Features(after_norm=self.target_hidden == "post_norm")
 
     @property
-    def stages(self) -> int:
+    def mtp_layers(self) -> int:
         return self.num_mtp_layers
 
     @property
@@ -173,10 +173,10 @@ class MtpHead(DraftHead):
         self.layers.extend(add_mtp_parts(layer, config, norm) for layer in layers)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, mtp_layer: int = 0
     ) -> Tensor:
-        """As `DraftHead.forward`: one pass of layer `stage`. The module's docstring shows its inputs."""
-        config, layer = self.config, self.layer(stage)
+        """As `DraftHead.forward`: one pass of layer `mtp_layer`. The module's docstring shows its inputs."""
+        config, layer = self.config, self.layer(mtp_layer)
         if config.zero_first_embedding:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
         x = layer.eh_proj(self._normed_pair(layer, embeds, hidden))
@@ -184,11 +184,11 @@ class MtpHead(DraftHead):
             x = layer(x, *self.rope(positions, embeds, reach), attend)
         else:
             x = run_layer(layer, x, self._family_rope(positions, x), positions, attend)
-        return self._normed(stage, x) if config.state == "post_norm" else x
+        return self._normed(mtp_layer, x) if config.state == "post_norm" else x
 
-    def read(self, stage: int, hidden: Tensor) -> Tensor:
+    def read(self, mtp_layer: int, hidden: Tensor) -> Tensor:
         """A layer's state [..., H] after its last norm, the input of the target's output matrix."""
-        return hidden if self.config.state == "post_norm" else self._normed(stage, hidden)
+        return hidden if self.config.state == "post_norm" else self._normed(mtp_layer, hidden)
 
     def kv_sizes(self) -> KVSizes:
         if self._family_rope is None:
@@ -212,8 +212,8 @@ class MtpHead(DraftHead):
         """MTP layer `number`: a decoder layer with the parts of `add_mtp_parts`."""
         return self.layers[number]
 
-    def _normed(self, stage: int, x: Tensor) -> Tensor:
-        return self.layer(stage).shared_head["norm"](x) if self.config.final_norm else x
+    def _normed(self, mtp_layer: int, x: Tensor) -> Tensor:
+        return self.layer(mtp_layer).shared_head["norm"](x) if self.config.final_norm else x
 
     def _normed_pair(self, layer: Any, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The input of `eh_proj`: [T, H] and [T, H] -> [T, 2H]."""

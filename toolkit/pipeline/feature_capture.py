@@ -29,7 +29,7 @@ from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
-from toolkit.train.offline_features import stored_layer_ids
+from toolkit.train.training_data import stored_layer_ids
 from toolkit.train_settings import TrainSettings
 
 OnEnd = Callable[[GenerationRequest, Request], None]

@@ -1,4 +1,6 @@
-"""Launching the training processes: the `accelerate launch` line, threads per process, signals and exit status."""
+"""The training processes: their `accelerate launch` line, threads, signals and exit status; and the launcher itself,
+which runs as a child: `python -m toolkit.pipeline.launch ARGUMENTS`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,6 @@ from toolkit.train_settings import TrainSettings
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPTS = REPOSITORY / "toolkit" / "train"  # one for each kind of head
-_LAUNCHER = REPOSITORY / "toolkit" / "pipeline" / "accelerate_launch.py"
 # Set for training processes that `toolkit run` and `toolkit train` start: the stages before training are up to date
 # and the run folder is locked.
 STAGES_DONE = "TOOLKIT_STAGES_DONE"
@@ -91,9 +92,10 @@ def run_training(line: Sequence[str]) -> int:
     environment = {**os.environ, STAGES_DONE: "1"}
     if not gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn, in each process, that it sees no GPU
-    # The same interpreter's accelerate, wherever the PATH points. By path, since toolkit need not be installed; -P
-    # keeps that path's folder from hiding other modules.
-    return run_child([sys.executable, "-P", str(_LAUNCHER), *line[2:]], environment)
+    # The same interpreter's accelerate, wherever the PATH points. toolkit need not be installed; -P keeps the working
+    # directory from hiding other modules.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    return run_child([sys.executable, "-P", "-m", "toolkit.pipeline.launch", *line[2:]], environment)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -147,3 +149,24 @@ def _die_with_parent() -> Callable[[], None] | None:
 def _short(path: Path) -> str:
     """`path` from the working directory where it lies below it, so that the printed line can be typed."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def main() -> int:
+    """Launch with the arguments of the command line; returns the exit status a shell would show, without a traceback of
+    torch's launcher: the workers have printed what was wrong, or were told to end."""
+    from accelerate.commands.launch import main as launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch()
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        return status if status >= 0 else 128 - status
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

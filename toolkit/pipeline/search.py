@@ -1,14 +1,15 @@
-"""Search for the fastest draft setting of a head: one load of the models, a record, the winners in its directory."""
+"""Search for the fastest draft setting of a head: one load of the models, a record, the winners in its directory, and
+the command lines that start from them.
+"""
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
-from math import ceil
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,11 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from toolkit.bench.acceptance import describe_draft, describe_token_map, measured_target
 from toolkit.bench.engine_context import Trial
-from toolkit.bench.forecast import Surface, forecast_surface, shapes_of
+from toolkit.bench.forecast import Surface, forecast_surface
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
-from toolkit.bench.search import FINALISTS, PASSES, Objective, Setting, confirm, finalists, most_of, predict, winner
+from toolkit.bench.search import Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
-from toolkit.bench.step_times import AGAIN_TURNS, StepTimes, covering_shapes, measure_step_times, rounds_of
+from toolkit.bench.step_times import StepTimes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
@@ -28,10 +29,8 @@ from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
-from toolkit.pipeline.forecast import open_trial, prompts_from
-from toolkit.pipeline.progress_bar import progress_bar
-from toolkit.pipeline.search_uses import uses_of
-from toolkit.pipeline.stages import say
+from toolkit.pipeline.measure import open_trial, prompts_from
+from toolkit.pipeline.stages import progress_bar
 from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
 from toolkit.recipe import BenchSettings
@@ -135,9 +134,8 @@ def search_settings(
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Search over loaded models, with progress. Returns the surface, the record's rows, the best setting by batch size,
     and the times for adaptive drafting."""
-    answers = sum(len(one.turns) for one in trial.prompts)
-    schedule = _Schedule(_planned_rounds(largest, answers, trial.sampling.max_tokens, batches))
-    with schedule.stage("forecast", "answer") as show:
+    parts, part = 1 + 2 * len(batches), count(1)
+    with progress_bar(f"[{next(part)}/{parts}] forecast", "answer") as show:
         surface = forecast_surface(trial.at_batch(FORECAST_BATCH), largest, show)
     rows: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
@@ -145,11 +143,11 @@ def search_settings(
     texts = [one.question.prompt_ids for one in surface.references]
     for batch in batches:
         own = trial.at_batch(batch)
-        with schedule.stage(f"step times at batch {batch}", "round") as show:
+        with progress_bar(f"[{next(part)}/{parts}] step times at batch {batch}", "round") as show:
             times = measure_step_times(own, surface.shapes(), texts, partial(_finalists, surface, objective), show)
         predictions = predict(surface, times)
         chosen = finalists(predictions, objective)
-        with schedule.stage(f"end to end at batch {batch}", "answer") as show:
+        with progress_bar(f"[{next(part)}/{parts}] end to end at batch {batch}", "answer") as show:
             measured = confirm(own, chosen, times, objective, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
@@ -163,45 +161,6 @@ def search_settings(
 
 def _finalists(surface: Surface, objective: Objective, times: StepTimes) -> list[DraftShape]:
     return [one.shape for one in finalists(predict(surface, times), objective) if one.shape is not None]
-
-
-def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int, batches: Sequence[int]) -> list[int]:
-    """About how many rounds each stage of a search takes: those of the forecast, and two stages for each batch size."""
-    timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
-    found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
-    ended = (2 + FINALISTS) * PASSES  # passes over the prompts at most, by a setting each
-    for batch in batches:
-        found += [
-            rounds_of(1 + len(timed)) + rounds_of(1 + FINALISTS, AGAIN_TURNS),
-            ended * ceil(answers / batch) * max_tokens,
-        ]
-    return found
-
-
-@dataclass
-class _Schedule:
-    """The stages of a search: a progress bar for each, and when all of them will be done.
-
-    rounds: of each stage, about. A round that is left is taken to last as long as the mean of those that ran.
-    """
-
-    rounds: list[int]
-    started: float = field(default_factory=time.perf_counter)
-    done: int = 0
-
-    @contextmanager
-    def stage(self, what: str, unit: str) -> Iterator[Callable[..., None]]:
-        label = f"[{self.done + 1}/{len(self.rounds)}] {what}"
-        if self.done:
-            ran, left = sum(self.rounds[: self.done]), sum(self.rounds[self.done :])
-            seconds = (time.perf_counter() - self.started) / ran * left
-            end = datetime.now() + timedelta(seconds=seconds)
-            say(f"{label}: the search ends at about {end:%H:%M}, in {seconds / 60:.1f} min")
-        else:
-            say(f"{label}: when the search ends is said after this stage")
-        with progress_bar(label, unit) as show:
-            yield show
-        self.done += 1
 
 
 def _row(batch: int, one: Setting, forecast: Setting) -> dict[str, Any]:
@@ -260,3 +219,38 @@ def search_elsewhere(
         batches,
         step_s,
     )
+
+
+def uses_of(config: EngineConfig, temperature: float, server_temperature: float, largest: int) -> str:
+    """Returns the lines that a search prints at its end.
+
+    config: of the search. temperature: of its requests. server_temperature: of a server's requests that state none.
+    largest: the largest batch size that was searched.
+    """
+    flags, asked = _flags(config), f" --temperature {temperature:g}" if temperature else ""
+    lines = [
+        f"what was found for {kind_of_requests(temperature, config.verify)} requests is used by",
+        f"  toolkit serve{flags}",
+        f"    (for such requests; adaptive drafting with the measured times while more than {largest} requests run)",
+        f"  toolkit chat{flags}{asked}",
+        f"  toolkit bench acceptance{flags}{asked} --batch {largest}",
+    ]
+    if temperature == 0 and server_temperature:
+        lines += [
+            f"requests that state no temperature are sampled at {server_temperature:g} here, and drafted adaptively; "
+            "search for them too:",
+            f"  toolkit search{flags} --temperature {server_temperature:g}",
+        ]
+    return "\n".join(lines)
+
+
+def _flags(config: EngineConfig) -> str:
+    """Returns the options that differ from the default, as a command line has them."""
+    found = ""
+    for one in fields(config):
+        value, name = getattr(config, one.name), one.name.replace("_", "-")
+        if isinstance(value, bool) and value != one.default:
+            found += f" --{name}" if value else f" --no-{name}"
+        elif value != one.default:
+            found += f" --{name} {shlex.quote(str(value))}"
+    return found

@@ -125,7 +125,7 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
     own = sum(parameter.numel() for parameter in head.parameters())
     tables = sum(part.weight.numel() for part in head.modules() if isinstance(part, nn.Embedding))  # read by rows
     matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
-    layers = config.stages * config.layers
+    layers = config.mtp_layers * config.layers
     cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim, layers)
     return ModelSize(
         name="the head",

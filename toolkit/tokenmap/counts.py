@@ -1,4 +1,4 @@
-"""The counts of several corpora, and the file that holds them: one file serves every size of a token map.
+"""Counts of the tokens of corpora, and the file that holds them: one file serves every size of a token map.
 
 Shapes: V = target vocabulary.
 """
@@ -6,8 +6,8 @@ Shapes: V = target vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +15,79 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import TokenMapError
-from toolkit.tokenmap.corpus import Corpus
-from toolkit.tokenmap.count import Tally
 from toolkit.weights import WeightsError, load_tensors, save_tensors
 
 COUNTS = "counts.safetensors"
+Key = tuple[bool, str]
+"""(held out, task)"""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A named corpus. weight: how often each of its tokens counts."""
+
+    spec: str
+    weight: int = 1
+
+    def __str__(self) -> str:
+        return self.spec if self.weight == 1 else f"{self.spec}:{self.weight}"
+
+    @classmethod
+    def parse(cls, text: str) -> Corpus:
+        """Read SPEC or SPEC:WEIGHT; an existing path that ends like a weight is a path. Raises `TokenMapError`."""
+        spec, colon, weight = text.rpartition(":")
+        if not colon or not _is_number(weight) or Path(text).exists():
+            return cls(text)
+        if not weight.isdecimal() or int(weight) < 1:
+            raise TokenMapError(
+                f"the weight of corpus {spec} is {weight}; expected a whole number from 1, so that counts stay exact: "
+                "write 1.5 to 1 as 3 and 2"
+            )
+        return cls(spec, int(weight))
+
+
+def parse_corpora(texts: Iterable[str]) -> list[Corpus]:
+    """Read several of SPEC[:WEIGHT]. Weights of a corpus that is given more than once are added."""
+    found: dict[str, Corpus] = {}
+    for one in map(Corpus.parse, texts):
+        earlier = found.get(one.spec)
+        found[one.spec] = one if earlier is None else replace(one, weight=one.weight + earlier.weight)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class CorpusCounts:
-    """The unweighted counts of one corpus.
+    """The unweighted counts [V] int64 of one corpus, by (held out, task), of so many documents.
 
     held_out: all of it is held-out text, of which no token is ranked; else only its held-out rollouts are.
     """
 
     corpus: Corpus
-    tally: Tally
+    counts: dict[Key, torch.Tensor]
+    documents: int
     held_out: bool = False
 
     def ranked_counts(self) -> torch.Tensor:
         """Counts [V] that are ranked."""
-        return torch.from_numpy(self.tally.total(held_out=False)) * (not self.held_out)
+        return self._total(lambda held_out: not held_out and not self.held_out)
 
     def held_out_counts(self) -> torch.Tensor:
         """Counts [V] of held-out text."""
-        own = self.tally.total(held_out=True)
-        return torch.from_numpy(own + self.tally.total(held_out=False) if self.held_out else own)
+        return self._total(lambda held_out: held_out or self.held_out)
 
     def by_task(self) -> dict[str, torch.Tensor]:
         """Counts [V] of each named task, most tokens first: those that are ranked, or all of a held-out corpus."""
         found: dict[str, torch.Tensor] = {}
-        for (held_out, task), array in self.tally.counts.items():
+        for (held_out, task), counts in self.counts.items():
             if task and (self.held_out or not held_out):
-                found[task] = found.get(task, 0) + torch.from_numpy(array)
+                found[task] = found.get(task, 0) + counts
         return dict(sorted(found.items(), key=lambda one: (-int(one[1].sum()), one[0])))
+
+    def _total(self, wanted: Callable[[bool], bool]) -> torch.Tensor:
+        total = torch.zeros_like(next(iter(self.counts.values())))
+        for (held_out, _), counts in self.counts.items():
+            total += counts * wanted(held_out)
+        return total
 
 
 @dataclass(frozen=True)
@@ -85,17 +124,12 @@ class Counts:
 def save_counts(path: str | Path, counts: Counts) -> None:
     """Write counts as safetensors, atomically: a tensor for each corpus, split and task, and JSON as metadata."""
     tensors = {
-        f"{at}/{'held_out' if held_out else 'counted'}/{task}": torch.from_numpy(array)
+        f"{at}/{'held_out' if held_out else 'counted'}/{task}": counted
         for at, one in enumerate(counts.corpora)
-        for (held_out, task), array in one.tally.counts.items()
+        for (held_out, task), counted in one.counts.items()
     }
     corpora = [
-        {
-            "spec": one.corpus.spec,
-            "weight": one.corpus.weight,
-            "held_out": one.held_out,
-            **{name: getattr(one.tally, name) for name in ("documents", "many_tasks", "skipped", "first_skipped")},
-        }
+        {"spec": one.corpus.spec, "weight": one.corpus.weight, "held_out": one.held_out, "documents": one.documents}
         for one in counts.corpora
     ]
     text = json.dumps({"about": counts.about, "corpora": corpora}, ensure_ascii=False)
@@ -119,15 +153,20 @@ def load_counts(path: str | Path) -> Counts:
             f"{path} holds no token counts of corpora; count them with `toolkit build-token-map --corpus`"
         )
     stored = json.loads(text)
-    vocab_size = int(stored["about"]["vocab_size"])
-    corpora = []
-    for at, one in enumerate(stored["corpora"]):
-        corpus = Corpus(one.pop("spec"), one.pop("weight"))
-        held_out = one.pop("held_out")
-        tally = Tally(vocab_size, **one)
-        for name, tensor in tensors.items():
-            index, split, task = name.split("/", 2)
-            if int(index) == at:
-                tally.counts[split == "held_out", task] = tensor.numpy()
-        corpora.append(CorpusCounts(corpus, tally, held_out))
+    counts: list[dict[Key, torch.Tensor]] = [{} for _ in stored["corpora"]]
+    for name, tensor in tensors.items():
+        index, split, task = name.split("/", 2)
+        counts[int(index)][split == "held_out", task] = tensor
+    corpora = [
+        CorpusCounts(Corpus(one["spec"], one["weight"]), own, one["documents"], one["held_out"])
+        for one, own in zip(stored["corpora"], counts, strict=True)
+    ]
     return Counts(tuple(corpora), stored["about"])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

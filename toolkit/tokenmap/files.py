@@ -141,7 +141,7 @@ def _of_corpus(one: CorpusCounts, token_map: TokenMap) -> dict[str, Any]:
         "spec": one.corpus.spec,
         "weight": one.corpus.weight,
         "held_out": one.held_out,
-        "documents": one.tally.documents,
+        "documents": one.documents,
         **_covered(shown, token_map),
         "tasks": [{"task": task, **_covered(own, token_map)} for task, own in one.by_task().items()],
     }

@@ -1,10 +1,16 @@
-"""Builds the Accelerator over DeepSpeed, the same way for one CPU process and for many GPUs."""
+"""The processes of a training: the Accelerator over DeepSpeed, equal for one CPU process and for many GPUs; the target,
+replicated in every process or with sharded layers (`train.target`); and the errors that end a running training.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +19,19 @@ import torch
 import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from toolkit.errors import TrainError
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.log import get_logger
+from toolkit.recipe import Recipe
 from toolkit.targets.cache import fastest_cpu_dtype
+from toolkit.targets.load import layer_bytes, shard_layers
+from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
+from toolkit.train.state import stored_states
 
 log = get_logger(__name__)
 
@@ -57,7 +70,7 @@ def build_accelerator(
     `recipes/accelerate/zero2.yaml`.
 
     whole_gradients: the optimizer needs whole matrices (Muon), so gradients are all-reduced, not scattered.
-    Under ZeRO-3 transformers also shards models that are loaded later; `frozen_target.py` prevents this.
+    Under ZeRO-3 transformers also shards models that are loaded later; `frozen_target` prevents this.
     Raises `TrainError` when the launcher uses FSDP or Megatron-LM.
     """
     chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
@@ -162,3 +175,125 @@ def _quiet_cpu() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+# Messages of gloo and NCCL after another process has ended; torch has no error type for it.
+LOST_MESSAGES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "timed out",
+)
+
+
+class DivergedError(TrainError):
+    """The loss, the gradient or the weights are not finite."""
+
+
+class LostProcessError(TrainError):
+    """Another process of the group has ended or cannot be reached."""
+
+
+def check_finite(step: int, loss: float, grad_norm: float | None, directory: Path) -> None:
+    """Raise `DivergedError` if the loss or the gradient norm of the step is not finite. All processes have the same
+    values."""
+    if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
+        return
+    what = f"the loss of step {step} is {loss}"
+    if math.isfinite(loss):
+        what = f"the gradient norm of step {step} is {grad_norm}"
+    raise _diverged(what, directory)
+
+
+def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, directory: Path) -> None:
+    """Raise `DivergedError` if the weights after the step are not finite. All processes must call this, before the head
+    is evaluated or stored: the loss of a step is computed before its update, and Muon gives no gradient norm.
+    """
+    parts = [_own_part(one, accelerator.process_index) for one in model.parameters() if one.requires_grad]
+    broken = sum((~torch.isfinite(one.detach()).all()).long() for one in parts)
+    if int(accelerator.reduce(torch.as_tensor(broken, device=accelerator.device), "sum")):
+        raise _diverged(f"the weights after step {step} are not finite", directory)
+
+
+def _own_part(parameter: torch.Tensor, rank: int) -> torch.Tensor:
+    """The part of a parameter that this process holds under ZeRO-3, without the uninitialised padding after its last
+    element; empty while the parameter is offloaded to a disk."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter
+    return part.flatten()[: max(0, parameter.ds_numel - rank * part.numel())]  # type: ignore[attr-defined]
+
+
+def _diverged(what: str, directory: Path) -> DivergedError:
+    return DivergedError(
+        f"{what}, so training stops; {_newest(directory)}. The usual cause is the learning rate: lower "
+        "train.optimizer.learning_rate (and muon_learning_rate), raise train.optimizer.warmup_ratio, or set "
+        "train.precision=fp32, and train into another run_dir"
+    )
+
+
+@contextmanager
+def lost_process_named(directory: Path) -> Iterator[None]:
+    """Convert the error of a collective with a lost process to `LostProcessError`; other errors are raised as they
+    are."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).lower()
+        of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in message or "nccl" in message
+        if not of_the_group or not any(words in message for words in LOST_MESSAGES):
+            raise
+        raise LostProcessError(
+            f"another training process ended or cannot be reached ({str(error).splitlines()[0][:200]}); see its own "
+            f"message above, if any. {_newest(directory)}; run the same command again to resume from it"
+        ) from error
+
+
+def _newest(directory: Path) -> str:
+    states = stored_states(directory)
+    return f"the newest state is {states[-1]}" if states else "no state was stored yet"
+
+
+def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Target:
+    """The recipe's target on this process's device. All processes must call this. Raises `TargetError`."""
+    # ZeRO-3 is for the head. The Accelerator has registered it with transformers, which would shard the target too.
+    unset_hf_deepspeed_config()
+    processes = accelerator.num_processes
+    if recipe.train.target == "sharded" and processes == 1:
+        log.warning("train.target=sharded has no effect with one process; launch more processes")
+    if recipe.train.target == "replicated" or processes == 1:
+        return _load(recipe, device, device)
+    mesh = init_device_mesh(device.partition(":")[0], (processes,))
+    with _one_process_at_a_time():
+        target = _load(recipe, device, "cpu")
+        shard_layers(target, mesh)
+    local, total = layer_bytes(target)
+    log.info(
+        "the target's layers are sharded over %d processes: this process holds %d of %d bytes", processes, local, total
+    )
+    return target
+
+
+def _load(recipe: Recipe, device: str, place: str) -> Target:
+    """place: the device that the weights are loaded to, before they move to `device`."""
+    settings = recipe.target
+    return load_target(
+        settings.model,
+        dtype=settings.dtype,
+        revision=settings.revision,
+        device=place,
+        quantization=settings.quantization,
+        chat_template=settings.chat_template,
+        use="training",
+        runs_on=device,
+    )
+
+
+@contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """The processes of a machine take turns, because its memory may hold only one full target."""
+    path = Path(tempfile.gettempdir()) / f"toolkit-target-{os.getuid()}.lock"
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

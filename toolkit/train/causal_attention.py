@@ -18,14 +18,17 @@ Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from toolkit.train.gpu_kernels import GpuKernels, gpu_kernels
-
-Tensor = torch.Tensor
+from toolkit.infer.kernels.dispatch import OLDEST
+from toolkit.log import get_logger
 
 TILE = 256  # queries of a tile in plain torch
 # With fewer positions the CPU's backward is not faster in bfloat16, also with AMX (8 x 280: 45 ms, in fp32 40 ms).
@@ -169,3 +172,43 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None)
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[B, kv, G*R, hd] -> [B, h, R, hd]."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+logger = get_logger(__name__)
+
+
+class GpuKernels(NamedTuple):
+    """score_rows replaces the tiles of `loss._score`; attend and attend_backward replace the tiled functions of
+    `causal_attention.py`; merge and merge_backward the plain ones of `ttt.py`."""
+
+    score_rows: Callable[..., tuple[Tensor, Tensor]]
+    attend: Callable[..., tuple[Tensor, Tensor]]
+    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    merge: Callable[..., tuple[Tensor, Tensor]]
+    merge_backward: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
+
+
+@cache
+def gpu_kernels(device_type: str) -> GpuKernels | None:
+    """The kernels on NVIDIA GPUs with bfloat16 products (Ampere and later); None elsewhere or without Triton. Logs the
+    choice once."""
+    if device_type != "cuda":
+        return None
+    missing = _missing()
+    if missing is not None:
+        logger.info("training computes losses and attention in plain torch: %s", missing)
+        return None
+    from toolkit.train.triton_attention import attend, attend_backward, merge, merge_backward
+    from toolkit.train.triton_loss import score_rows
+
+    logger.info("training computes losses and attention with Triton kernels")
+    return GpuKernels(score_rows, attend, attend_backward, merge, merge_backward)
+
+
+def _missing() -> str | None:
+    if torch.version.hip is not None:
+        return "the Triton kernels need an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < OLDEST:
+        return f"the GPU has compute capability {major}.{minor}, the Triton kernels need {OLDEST[0]}.{OLDEST[1]}"
+    return None if find_spec("triton") is not None else "triton is not installed"

@@ -21,10 +21,8 @@ from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import StoredFeatures
-from toolkit.train.supervision import Supervision, anchored
-from toolkit.train.teacher import Teacher
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead
+from toolkit.train.target_side import StoredFeatures, Supervision, Teacher, anchored
 from toolkit.train.warm_start import (
     RANDOM_STD,
     InitHead,
@@ -76,7 +74,7 @@ def plan_head(settings: TrainSettings, target: Target | TargetFacts, token_map: 
     ids = config.features.layer_ids(target.n_layers)
     if ids is not None:
         check_aux_layer_ids(ids, target.n_layers)
-    if settings.start in ("target", "copied") and (config.regressed_layer or 0) > target.n_layers:
+    if settings.start == "target" and (config.regressed_layer or 0) > target.n_layers:
         raise TargetError(
             f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy; lower "
             "it, or set train.head.init=random"
@@ -178,13 +176,13 @@ def anchors_of(
 ) -> Callable[[Supervision, torch.Size], Supervision] | None:
     """`anchored` for one micro-batch; `place` is its place in the training. None if all roots are unrolled.
 
-    The first `stages` steps always unroll all roots: in each of them a stage reads all positions for the first time.
-    The context of a block drafter is read apart from its blocks.
+    The first `mtp_layers` steps always unroll all roots: in each of them a layer reads all positions for the first
+    time. The context of a block drafter is read apart from its blocks.
     """
     if settings.unroll.anchors is None:
         return None
     drawn = random.Random(f"anchors {seed} {place}").getrandbits(63)
-    full = 0 if plan.config.drafts_at_once else plan.config.stages
+    full = 0 if plan.config.drafts_at_once else plan.config.mtp_layers
     return partial(anchored, full=full, count=settings.unroll.anchors, seed=drawn)
 
 

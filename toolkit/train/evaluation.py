@@ -1,11 +1,16 @@
 """The evaluations during training: the forecast and the engine's accept_length. They select the best head.
 
-The criterion is the engine's accept_length if it is measured, else the forecast; never the loss.
+The criterion is the engine's accept_length if it is measured, else the forecast; never the loss. For a measurement the
+current head drafts for the loaded target. Its prompts are always the same. So are the answers, also at a temperature,
+because the target's draws depend only on the seed and the position (up to near-ties in 16 bits). Only the accepted
+drafts change.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,121 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
+from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.replay import Forecast
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.generation import derived_seed
 from toolkit.heads.head_config import HeadConfig
+from toolkit.infer.engine.config import EngineConfig
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
-from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, in_dtype
-from toolkit.train.metric_rows import forecast_row, real_row
+from toolkit.targets.target import Target
+from toolkit.train.engine_client import shapes_of, with_engine
 from toolkit.train.metrics import Metrics
-from toolkit.train.real_acceptance import Measurement, RealAcceptance, mean_accept_length
-from toolkit.train.state import Position, best_path
-from toolkit.train.step import TargetSide, forecast_accept_length
-from toolkit.train.training_data import Data
+from toolkit.train.state import Position, Weights, as_draft, best_path, gathered_weights, in_dtype
+from toolkit.train.step import forecast_accept_length
+from toolkit.train.target_side import TargetSide
+from toolkit.train.training_data import Data, HeldOutPrompt
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import save_tensors
+
+
+@dataclass(frozen=True)
+class RealAcceptance:
+    """The measurement of one draft shape at one temperature.
+
+    accept_length: None without verify steps. interval: 95 %, bootstrap over prompts; None if fewer than two prompts
+    have verify steps. tokens: written by all prompts. by_prompt: tokens committed by the counted verify steps of each
+    prompt, and their number. tokens_per_s: output tokens a second, prefill included.
+    """
+
+    shape: DraftShape
+    temperature: float
+    stats: AcceptanceStats
+    interval: tuple[float, float] | None
+    tokens: int
+    by_prompt: list[tuple[int, int]]
+    seconds: float
+
+    @property
+    def accept_length(self) -> float | None:
+        return self.stats.accept_length if self.stats.verify_steps else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name} T={self.temperature:g}"
+
+
+def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
+    """The criterion for the best head: the mean over shapes and temperatures; None without verify steps."""
+    lengths = [one.accept_length for one in measured if one.accept_length is not None]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+class Measurement:
+    """The prompts, shapes and temperatures of a training's measurements; `by_engine` measures a head."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[HeldOutPrompt],
+        settings: TrainSettings,
+        seed: int,
+        deterministic: bool = False,
+    ) -> None:
+        self.target, self.prompts, self.deterministic = target, prompts, deterministic
+        self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
+        self.max_tokens = settings.evaluation.real_max_tokens
+        self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts]
+
+    def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
+        """Measure every shape at every temperature, with all prompts in one batch and the loaded target."""
+        prompts = [one.prompt for one in self.prompts]
+
+        def measure(engine: Engine) -> list[RealAcceptance]:
+            return [
+                self._measure(engine, prompts, shape, temperature)
+                for shape in self.shapes
+                for temperature in self.temperatures
+            ]
+
+        config = EngineConfig(
+            shape=DraftShape.covering(self.shapes).as_text(),
+            verify="target",
+            max_running_requests=len(prompts),
+            context_length=max(map(len, prompts)) + self.max_tokens,
+            deterministic=self.deterministic,
+            prefix_cache=False,  # all shapes and temperatures have the same prompts
+        )
+        return with_engine(measure, config, self.target, draft)
+
+    def _measure(
+        self, engine: Engine, prompts: list[list[int]], shape: DraftShape, temperature: float
+    ) -> RealAcceptance:
+        engine.set_shape(shape)
+        params = [SamplingParams(temperature, seed=seed, max_tokens=self.max_tokens) for seed in self.seeds]
+        started = time.perf_counter()
+        requests = engine.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        each = [summarise(request.events) for request in requests]
+        by_prompt = [(stats.verify_steps + stats.accepted, stats.verify_steps) for stats in each]
+        return RealAcceptance(
+            shape=shape,
+            temperature=temperature,
+            stats=summarise(event for request in requests for event in request.events),
+            interval=ratio_interval(*zip(*by_prompt, strict=True)),
+            by_prompt=by_prompt,
+            tokens=sum(len(request.output_ids) for request in requests),
+            seconds=seconds,
+        )
+
 
 log = get_logger(__name__)
 
@@ -176,4 +285,40 @@ def accept_lengths(position: Position, settings: TrainSettings) -> dict[str, Any
         "accept_length_before": position.initial_real if real else position.initial_forecast,
         "accept_length_after": position.best_real if real else position.best_forecast,
         "by": f"{'engine' if real else 'forecast'}: {_measured_by(real, settings)}",
+    }
+
+
+def forecast_row(forecast: Forecast) -> dict[str, Any]:
+    """Forecast accept_length of a chain as deep as the unroll, over the held-out rollouts."""
+    return {
+        "forecast_accept_length": forecast.accept_length,
+        "forecast_interval": None if forecast.interval is None else list(forecast.interval),
+        "forecast_rate": forecast.accept_rate,
+        "forecast_verify_steps": forecast.verify_steps,
+    }
+
+
+def real_row(measured: Sequence[RealAcceptance], mean: float | None, prompts: int) -> dict[str, Any]:
+    """The engine's values. real_accept_length: their mean, the criterion for the best head."""
+    return {
+        "real_accept_length": mean,
+        "real_prompts": prompts,
+        "real_seconds": sum(one.seconds for one in measured),
+        "real": [_real_entry(one) for one in measured],
+    }
+
+
+def _real_entry(one: RealAcceptance) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "num_steps": one.shape.num_steps,
+        "top_k": one.shape.top_k,
+        "num_draft_tokens": one.shape.num_draft_tokens,
+        "temperature": one.temperature,
+        "accept_length": one.accept_length,
+        "interval": None if one.interval is None else list(one.interval),
+        "verify_steps": one.stats.verify_steps,
+        "accept_rate": list(one.stats.accept_rate),
+        "accept_rate_unconditional": list(one.stats.accept_rate_unconditional),
+        "tokens_per_s": one.tokens_per_s,
     }

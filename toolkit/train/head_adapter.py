@@ -16,7 +16,8 @@ from toolkit.data.batches import Example, collate
 from toolkit.targets.target import Target
 from toolkit.train.draft_head import HeadPlan, trained_head
 from toolkit.train.optimizer import CLIP
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 
@@ -34,11 +35,11 @@ class HeadAdapter:
     ) -> None:
         check_draft_fits(draft, target)
         config = draft.head.config
-        self.target, self.steps, self.batch = target, config.drafts_at_once or max(steps, config.stages), batch
+        self.target, self.steps, self.batch = target, config.drafts_at_once or max(steps, config.mtp_layers), batch
         self.head = copy.deepcopy(draft.head).cast(target.device, torch.float32).train().requires_grad_(True)
         self.plan = HeadPlan(config, draft.token_map, config.features.layer_ids(target.n_layers))
         self.settings = TrainSettings(
-            head=HeadSettings(kind=draft.kind, layers=config.layers * config.stages),
+            head=HeadSettings(kind=draft.kind, layers=config.layers * config.mtp_layers),
             unroll=UnrollSettings(ttt_steps=self.steps),
         )
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0)
@@ -54,10 +55,10 @@ class HeadAdapter:
         try:
             for first in range(0, len(rollouts), self.batch):
                 batch = collate(rollouts[first : first + self.batch], pad_id=0)
-                counts = supervised_counts(batch, self.steps, shift=0)
+                counts = supervised_counts(batch, self.steps)
                 if not counts[0]:
                     continue
-                loss = micro_step(model, side, batch, counts.clamp(min=1), self.steps, 0).loss
+                loss = micro_step(model, side, batch, counts.clamp(min=1), self.steps).loss
                 self.optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), CLIP)

@@ -19,16 +19,19 @@ from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
-from toolkit.train.accelerator import build_accelerator, prepared, training_device, training_precision
+from toolkit.train.accelerator import (
+    build_accelerator,
+    check_finite,
+    check_weights,
+    frozen_target,
+    prepared,
+    training_device,
+    training_precision,
+)
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
-from toolkit.train.evaluation import Evaluation, accept_lengths, describe_best, due, has_stopped
-from toolkit.train.failures import check_finite, check_weights
-from toolkit.train.fresh_rollouts import FreshRollouts
-from toolkit.train.frozen_target import frozen_target
-from toolkit.train.head_snapshot import training_record
-from toolkit.train.metric_rows import RecentSteps, StepSums, rollouts_row, step_row
-from toolkit.train.metrics import Metrics
-from toolkit.train.offline_features import offline_features
+from toolkit.train.engine_client import FreshRollouts, check_engine_runs, shapes_of
+from toolkit.train.evaluation import Evaluation, Measurement, accept_lengths, describe_best, due, has_stopped
+from toolkit.train.metrics import Metrics, StepClock, StepSums, peak_memory_bytes, rollouts_row, step_row
 from toolkit.train.optimizer import (
     build_optimizer,
     gradient_clip,
@@ -38,12 +41,18 @@ from toolkit.train.optimizer import (
     unroll_steps,
     without_compiling,
 )
-from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
-from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.step_clock import StepClock, peak_memory_bytes
-from toolkit.train.supervision import covered_share
-from toolkit.train.training_data import read_data, read_held_out, with_fresh
+from toolkit.train.state import (
+    Position,
+    best_path,
+    restore_state,
+    save_state,
+    sole_trainer,
+    stored_states,
+    training_record,
+)
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide, covered_share
+from toolkit.train.training_data import offline_features, read_data, read_held_out, with_fresh
 from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
@@ -107,7 +116,7 @@ class Trainer:
             run_name=recipe.name,
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
-        self.clock, self.recent = StepClock(self.target.device), RecentSteps()
+        self.clock = StepClock(self.target.device)
         self._limited = thread_limit(self.target.device, self.accelerator.num_processes, changing=not same_bits)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
@@ -144,7 +153,7 @@ class Trainer:
             assert self.plan.init is not None, "plan_head opens train.init"
             head = continued_head(self.plan.init, self.plan.config, self.plan.token_map, settings, self.target)
         else:
-            regressed = {"target": batches, "copied": (), "random": None}[start]
+            regressed = {"target": batches, "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
         return prepared(
             self.accelerator,
@@ -242,7 +251,7 @@ class Trainer:
         self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
             best = f", forecast {position.best_forecast:.2f}" if position.best_forecast else ""
-            bar.update(1, self.recent.text(row) + best)
+            bar.update(1, f"loss {row['loss']:.2f}, first draft correct {row['accuracy_by_step'][0]:.0%}{best}")
         last, settings = done == self.steps, self.settings.evaluation
         forecast = last or due(done, settings.eval_every)
         real = settings.real_every is not None and (last or due(done, settings.real_every))
@@ -259,9 +268,9 @@ class Trainer:
         """Run one optimizer step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
-        k, shift = unroll_steps(step, self.steps, settings), settings.unroll.mask_shift
+        k = unroll_steps(step, self.steps, settings)
         global_batch = self._collate(indices)
-        counts = supervised_counts(global_batch, k, shift)
+        counts = supervised_counts(global_batch, k)
         factor = rate_factor(step, self.steps, settings)
         set_learning_rates(self.optimizer, factor, settings)
         # DeepSpeed averages gradients over processes and micro-batches, but the loss is a sum over both.
@@ -273,7 +282,7 @@ class Trainer:
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
                 drawn = anchors_of(self.plan, settings, self.recipe.seed, step, start)
-                loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn, self.clock)
+                loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, drawn, self.clock)
                 with self.clock.part("head"), without_compiling():
                     accelerator.backward(loss * scale)
                     self.optimizer.step()
@@ -289,7 +298,7 @@ class Trainer:
             settings,
             factor,
             norm,
-            covered_share(global_batch, self.plan.token_map, shift),
+            covered_share(global_batch, self.plan.token_map),
             self.clock.read(),
             peak_memory_bytes(self.target.device),
         )

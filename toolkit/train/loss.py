@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.data.batches import on_device
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import LossName
-from toolkit.train.gpu_kernels import gpu_kernels
-from toolkit.train.teacher import TeacherRows, aligned
+from toolkit.train.causal_attention import gpu_kernels
+from toolkit.train.target_side import TeacherRows, aligned
 
 Tensor = torch.Tensor
 
@@ -120,7 +121,7 @@ class DraftLoss:
 
     rows [N]: the teacher row of each state; on the host, so that reading them does not wait for a GPU. choice [N]: the
     right token as a draft id, -1 if the draft vocabulary lacks it. weight [N]: the factor of each row's loss; it must
-    be 0 for rows that the teacher does not keep.
+    be 0 for rows whose argmax is not in the draft vocabulary.
     """
 
     name: LossName
@@ -272,3 +273,10 @@ def _scaled(values: Tensor, factor: Tensor) -> Tensor:
     for piece, out in zip(values.split(PIECE_ROWS), scaled.split(PIECE_ROWS), strict=True):
         torch.mul(piece, factor, out=out)
     return scaled
+
+
+def step_weights(kind: str, decay: float, count: int) -> torch.Tensor:
+    """The weights [count] of the losses of `count` steps: decay^k; for MTP divided by their sum (FastMTP, arXiv
+    2509.18362, equation 2)."""
+    weights = decay ** torch.arange(count)
+    return weights / weights.sum() if HEAD_KINDS[kind].normalised_steps else weights

@@ -1,17 +1,180 @@
-"""Writes metrics.jsonl, and Weights & Biases and TensorBoard if the recipe asks. `metric_rows.py` defines the rows."""
+"""metrics.jsonl: the rows, the clock that measures a step, and the trackers that show the rows too.
+
+every step                       `step_row`
+train.evaluation.eval_every      `evaluation.forecast_row`
+train.evaluation.real_every      `evaluation.real_row`
+train.on_policy.every            `rollouts_row`
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
+import time
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.errors import optional_package
-from toolkit.train.metric_rows import flat_row
+from toolkit.train.loss import step_weights
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write
+
+
+class StepClock:
+    """`with clock.part("head"):` adds to the time of a part, without that of parts inside it.
+
+    `clock.part("head")(call)` is `call` with its time measured.
+
+    On a GPU it records CUDA events; `read` waits for them at the end of the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device = device
+        self._spans: list[tuple[str, str | None, Any, Any]] = []  # part, the part around it, from, to
+        self._open: list[str] = []
+        self._began = time.perf_counter()
+
+    def restart(self) -> None:
+        self._spans.clear()
+        self._began = time.perf_counter()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        around = self._open[-1] if self._open else None
+        self._open.append(name)
+        began = self._mark()
+        try:
+            yield
+        finally:
+            self._spans.append((name, around, began, self._mark()))
+            self._open.pop()
+
+    def read(self) -> dict[str, float]:
+        """Seconds since `restart` (key "step"), and of each part."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        seconds = {"step": time.perf_counter() - self._began}
+        for name, around, began, ended in self._spans:
+            took = began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began
+            seconds[name] = seconds.get(name, 0.0) + took
+            if around is not None:
+                seconds[around] = seconds.get(around, 0.0) - took
+        return seconds
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU the peak of allocated tensors since the step began; elsewhere the peak memory of this process so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Kilobytes on Linux (getrusage(2)), bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
+MACHINE_KEYS = (
+    "seconds_per_step",
+    "tokens_per_s",
+    "seconds_target",
+    "seconds_head",
+    "seconds_optimizer",
+    "peak_memory_bytes",
+)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over the global batch of one optimizer step, by step of the unroll [K].
+
+    loss: the mean already. right: right predictions. supervised: supervised predictions. reached: supervised chains
+    whose earlier predictions are all right. passed: those of them that are right at this step too.
+    """
+
+    loss: torch.Tensor
+    right: torch.Tensor
+    supervised: torch.Tensor
+    reached: torch.Tensor
+    passed: torch.Tensor
+
+
+def step_row(
+    sums: StepSums,
+    settings: TrainSettings,
+    rate_factor: float,
+    grad_norm: float | None,
+    coverage: float,
+    seconds: dict[str, float],
+    peak_memory_bytes: int,
+) -> dict[str, Any]:
+    """The row of one optimizer step.
+
+    loss: sum of `step_weights`[k] * loss_by_step[k]. accuracy_by_step: share of right predictions at step k.
+    conditional_accuracy_by_step: the same over chains whose earlier predictions are all right; null without any.
+    coverage: share of the supervised tokens that are in the draft vocabulary. seconds: by part of the step. grad_norm:
+    null under Muon, because DeepSpeed reports the norm of the orthogonalised updates there, not of the gradients.
+    """
+    tokens, step_seconds = int(sums.supervised[0]), seconds["step"]
+    weights = step_weights(settings.head.kind, settings.unroll.step_decay, len(sums.loss))
+    reached, passed = sums.reached.tolist(), sums.passed.tolist()
+    muon = settings.optimizer.name == "muon"
+    return {
+        "seconds_per_step": step_seconds,
+        "loss": float((weights * sums.loss).sum()),
+        "loss_by_step": sums.loss.tolist(),
+        "accuracy_by_step": (sums.right / sums.supervised.clamp(min=1)).tolist(),
+        "conditional_accuracy_by_step": [
+            right / count if count else None for right, count in zip(passed, reached, strict=True)
+        ],
+        "token_map_coverage": coverage,
+        "learning_rate": rate_factor * settings.optimizer.learning_rate,
+        "muon_learning_rate": rate_factor * settings.optimizer.muon_learning_rate if muon else None,
+        "grad_norm": None if muon else grad_norm,
+        "supervised_tokens": tokens,
+        "tokens_per_s": tokens / step_seconds,
+        **{f"seconds_{part}": seconds.get(part, 0.0) for part in ("target", "head", "optimizer")},
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def rollouts_row(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter."""
+    names = {"rollouts": "rollouts", "skipped": "rollouts_skipped"}
+    return {names.get(name, f"rollout_{name}"): value for name, value in stats.items()}
+
+
+def flat_row(row: dict[str, Any]) -> dict[str, float]:
+    """The row as scalars, for trackers. Each entry of a list becomes a series, named by its "name" or its index."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            inside: Any = value.items()
+        elif isinstance(value, list):
+            inside = ((one["name"] if isinstance(one, dict) else at, one) for at, one in enumerate(value))
+        else:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                flat[name] = value
+            continue
+        for key, one in inside:
+            flat.update(flat_row({f"{name}/{key}": one}))
+    return flat
 
 
 class Metrics:

@@ -1,99 +1,44 @@
-"""One training step and one forecast: the target's forward, the teacher's rows, the unroll.
+"""One training step and one forecast: the head's unroll with its loss, and which drafts are right.
 
-Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
+A forecast of accept_length needs neither the engine nor decoding. The verified output is the held-out rollout itself
+(at any temperature, because the target's draws depend only on seed and position). So one unroll shows which drafts of a
+chain of K are right at every position. Replaying the jumps t -> t + accepted + 1 gives the verify steps of the engine.
+accept_length counts the bonus token; steps that the answer's end cuts short are left out.
+
+Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows, S supervised rows of a step, N those of all
+steps.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from toolkit.bench.replay import Forecast, summarise_replays
 from toolkit.data.batches import Batch, on_device
-from toolkit.targets.features import AuxCapture, LastCapture
-from toolkit.targets.target import Target
-from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import OnlineFeatures, StoredFeatures
-from toolkit.train.forecast import chain_depths, chained_counts, replay
-from toolkit.train.step_clock import StepClock
-from toolkit.train.supervision import Supervision, plan_supervision
-from toolkit.train.teacher import Teacher
-
-Anchors = Callable[[Supervision, torch.Size], Supervision]
-
-
-@dataclass(frozen=True)
-class UnrollInputs:
-    """Inputs of `TrainedHead.forward` for one micro-batch, and what the teacher needs.
-
-    aux [B, L, A*H]: the features that the head reads. embeds [B, L, H]. teacher_hidden [M, H]: final-normed states of
-    the target. before, written [M]: the ids at the teacher's positions, and those that follow them. greedy [M] bool, on
-    the batch's device: whether `written` is the target's argmax; None if unknown.
-    """
-
-    aux: torch.Tensor
-    embeds: torch.Tensor
-    supervision: Supervision
-    teacher_hidden: torch.Tensor
-    before: torch.Tensor
-    written: torch.Tensor
-    greedy: torch.Tensor | None
+from toolkit.heads.draft_head import DraftHead, Project
+from toolkit.heads.dspark import DSparkHead
+from toolkit.recipe_fields import LossName
+from toolkit.train.loss import DraftLoss, best_tokens, step_weights
+from toolkit.train.metrics import StepClock
+from toolkit.train.target_side import (
+    Anchors,
+    SharedMatrix,
+    Supervision,
+    TargetSide,
+    TeacherRows,
+    plan_supervision,
+)
+from toolkit.train.ttt import unroll, unroll_blocks
 
 
-class TargetSide:
-    """Everything that training computes with the frozen target for a batch: features, embeddings, teacher.
-
-    aux_layer_ids: the layers whose inputs the head reads, concatenated; None: the final-normed last hidden state.
-    features: the source of the features; None: the target's forward.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        token_map: TokenMap,
-        aux_layer_ids: tuple[int, ...] | None,
-        precision: str,
-        features: StoredFeatures | None = None,
-    ) -> None:
-        self.target = target
-        self.token_map = token_map
-        self.capture = LastCapture(target) if aux_layer_ids is None else AuxCapture(target, aux_layer_ids)
-        self.features = features or OnlineFeatures(target, self.capture)
-        self.teacher = Teacher(target, token_map)
-        self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-
-    def online(self) -> TargetSide:
-        """A copy that uses the target's forward, for texts without stored features."""
-        other = copy.copy(self)
-        other.features = OnlineFeatures(self.target, self.capture)
-        return other
-
-    def inputs(self, batch: Batch, steps: int, shift: int = 0, anchors: Anchors | None = None) -> UnrollInputs:
-        """The inputs of one micro-batch; features and embeddings are in the head's dtype. anchors: of `micro_step`.
-
-        Supervision is planned where the batch is. With a batch on the host nothing waits for the target's forward.
-        """
-        planned = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
-        planned = planned if anchors is None else anchors(planned, batch.response.shape)
-        greedy = None if batch.greedy is None else batch.greedy.flatten()[planned.teacher_positions + 1]
-        features = self.features(batch)
-        supervision, input_ids = planned.to(self.target.device), on_device(batch.input_ids, self.target.device)
-        ids = input_ids.flatten()
-        with torch.no_grad():
-            embeds = self.target.embed_tokens(input_ids)
-        return UnrollInputs(
-            aux=features.aux.to(self.head_dtype),
-            embeds=embeds.to(self.head_dtype),
-            supervision=supervision,
-            teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
-            before=ids[supervision.teacher_positions],
-            written=ids[supervision.teacher_positions + 1],
-            greedy=greedy,
-        )
+def supervised_counts(batch: Batch, steps: int) -> torch.Tensor:
+    """Supervised tokens by step [K] of a batch; computed from the masks alone."""
+    return plan_supervision(batch.response, steps, batch.starts).counts
 
 
 class MicroStep(NamedTuple):
@@ -113,7 +58,6 @@ def micro_step(
     batch: Batch,
     denominators: torch.Tensor,
     steps: int,
-    shift: int,
     anchors: Anchors | None = None,
     clock: StepClock | None = None,
 ) -> MicroStep:
@@ -126,11 +70,11 @@ def micro_step(
     """
     clock = clock or StepClock(side.target.device)
     with clock.part("target"):
-        inputs = side.inputs(batch, steps, shift, anchors)
-        rows = side.teacher(inputs.teacher_hidden, inputs.written, inputs.greedy)
+        inputs = side.inputs(batch, steps, anchors)
+        rows = side.teacher(inputs.teacher_hidden, inputs.labels, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
-        loss, by_step, hits = model(
+        loss, by_step, correct = model(
             inputs.aux,
             inputs.embeds,
             inputs.supervision,
@@ -140,39 +84,184 @@ def micro_step(
             inputs.before,
         )
     flat = inputs.supervision.flat_roots(batch.response.shape[1])
-    reached, passed = chained_counts(hits, flat, batch.response.numel())
+    reached, passed = chained_counts(correct, flat, batch.response.numel())
     if inputs.supervision.shares is not None:
-        hits = [hit * share for hit, share in zip(hits, inputs.supervision.shares, strict=True)]
-    return MicroStep(loss, by_step, torch.stack([hit.sum() for hit in hits]).float(), reached, passed)
+        correct = [right * share for right, share in zip(correct, inputs.supervision.shares, strict=True)]
+    return MicroStep(loss, by_step, torch.stack([right.sum() for right in correct]).float(), reached, passed)
+
+
+class TrainedHead(nn.Module):
+    """A head with the steps of training-time test. `step_weights` are those of its steps; `loss` names the loss.
+
+    output: the output matrix for a head without one of its own. The loss of a row is token_weight times the named loss
+    plus feature_weight times the smooth L1 distance (mean over H) of the head's normed state to the target's last
+    hidden state of the next position (EAGLE, arXiv 2401.15077, section 4.2). A block drafter has one more loss, which
+    trains its confidence alone: the cross-entropy of whether its argmax is the right token.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        step_decay: float,
+        loss: LossName = "soft_cross_entropy",
+        *,
+        output: SharedMatrix | None = None,
+        token_weight: float = 1.0,
+        feature_weight: float = 0.0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head = head
+        assert (output is None) == head.config.own_vocabulary, "a head has its own output matrix or the target's"
+        self.output = output
+        self.step_decay = step_decay
+        self.loss = loss
+        self.token_weight, self.feature_weight = token_weight, feature_weight
+        self.checkpointing = checkpointing
+
+    def forward(
+        self,
+        aux: torch.Tensor,
+        embeds: torch.Tensor,
+        supervision: Supervision,
+        teacher: TeacherRows | None = None,
+        draft_choice: torch.Tensor | None = None,
+        denominators: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Unroll the head, and compute loss and correct.
+
+        draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
+        vocabulary lacks it. denominators [K]: on the host. before [M]: the tokens at the teacher's positions, before
+        the predicted ones; only a block drafter needs them. The loss is sum_k weight_k * (sum of row losses) /
+        denominators[k]; without a teacher it is 0, and only the correct are computed.
+        Returns (loss, loss by step [K], correct by step: K tensors [S] bool, whether the head's argmax is right).
+        """
+        assert draft_choice is not None, "correct need the right tokens"
+        count, block = len(supervision.roots), self.head if isinstance(self.head, DSparkHead) else None
+        inputs = aux, embeds, count, supervision.starts, supervision.anchors
+        if block is None:
+            steps = unroll(self.head, *inputs, checkpointing=self.checkpointing)
+        else:
+            steps = unroll_blocks(block, *inputs, checkpointing=self.checkpointing)
+        each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
+        states = torch.cat(each)
+        rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
+        planned = supervision.planned or supervision
+        choice = draft_choice[rows]
+        if block is not None:  # the token before the predicted one is that of the teacher's row
+            assert before is not None, "a block drafter needs them"
+            states = block.after(states, before[rows])
+        if teacher is None:
+            best = self.score(states, best_tokens)
+            return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
+        assert denominators is not None, "a loss needs its denominators"
+        in_vocab = teacher.in_draft_vocab[rows]
+        weights = step_weights(self.head.config.kind, self.step_decay, count) / denominators
+        factor = on_device(torch.repeat_interleave(weights, torch.tensor(counts)), in_vocab.device)
+        if supervision.shares is not None:
+            factor = factor * torch.cat(supervision.shares)
+        task = DraftLoss(self.loss, teacher, torch.cat(planned.rows), choice, self.token_weight * factor * in_vocab)
+        loss, losses, best = self.score(states, task)
+        losses = self.token_weight * losses * in_vocab
+        if self.feature_weight:
+            distances = self.feature_weight * _distances(self.head.normed(states), teacher.states[rows])
+            loss = loss + (factor * distances).sum()
+            losses = losses + distances.detach()
+        odds = None if block is None else block.confident(states)
+        if odds is not None:
+            right = (best == choice).float()
+            loss = loss + (factor * F.binary_cross_entropy_with_logits(odds.float(), right, reduction="none")).sum()
+        if supervision.shares is not None:
+            losses = losses * torch.cat(supervision.shares)
+        by_step = torch.stack([part.sum() for part in losses.split(counts)]) / on_device(denominators, in_vocab.device)
+        return loss, by_step, list((best == choice).split(counts))
+
+    def score(self, states: torch.Tensor, project: Project) -> Any:
+        """`project` of states [N, H], as the unroll yields them, with the output matrix."""
+        if self.output is None:
+            return self.head.logits(states, project)
+        return self.output.score(states, self.head.extended(project))
+
+
+def _distances(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Smooth L1 distance of each row, [N] fp32, from [N, H] and [N, H]."""
+    return F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1)
 
 
 @torch.no_grad()
 def forecast_accept_length(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> Forecast:
-    """Forecast accept_length of a chain of `steps` on held-out rollouts (see `forecast.py`)."""
+    """Forecast accept_length of a chain of `steps` on held-out rollouts."""
     return summarise_replays(replayed_steps(model, side, batches, steps), steps)
 
 
 @torch.no_grad()
-def replayed_steps(
-    model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int, levels: int | None = None
-) -> list[list[int]]:
-    """Accepted drafts of every verify step that the engine would count, a list for each rollout, with a chain of
-    `levels` (None: `steps`).
+def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> list[list[int]]:
+    """Accepted drafts of every verify step that the engine would count with a chain of `steps`, a list for each
+    rollout.
 
     A draft is right if it equals the rollout's next token, as in the engine.
     """
     replays: list[list[int]] = []
     for batch in batches:
         inputs = side.inputs(batch, steps)
-        draft_choice = side.token_map.to_draft(inputs.written)
-        _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None, inputs.before)
-        depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).clamp(max=levels or steps)
+        draft_choice = side.token_map.to_draft(inputs.labels)
+        _, _, correct = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None, inputs.before)
+        depth = chain_depths(correct, inputs.supervision.roots, batch.response.numel())
         depth = depth.cpu().view(batch.response.shape)
         for row in range(len(depth)):
             replays.append(replay(depth[row].tolist(), batch.response[row].tolist()))
     return replays
 
 
-def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
-    """Supervised tokens by step [K] of a batch; computed from the masks alone."""
-    return plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts).counts
+def chain_depths(correct: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int) -> torch.Tensor:
+    """Accepted drafts [positions] of every root: its correct before the first miss; -1 if step 0 is not supervised.
+
+    correct[k] [S] bool: the correct of the flat positions roots[k] [S].
+    """
+    depth = torch.full((positions,), -1, dtype=torch.long, device=roots[0].device)
+    depth[roots[0]] = 0
+    for step, (right, root) in enumerate(zip(correct, roots, strict=True)):
+        depth[root] += right & (depth[root] == step)
+    return depth
+
+
+def chained_counts(
+    correct: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two counts by step [K] float: supervised chains whose earlier drafts are all right, and those of them that are
+    right at this step too. A chain starts where step 0 is supervised. Arguments as of `chain_depths`."""
+    depth = chain_depths(correct, roots, positions)
+    reached = torch.stack([(depth[root] >= step).sum() for step, root in enumerate(roots)])
+    passed = torch.stack([(depth > step).sum() for step in range(len(roots))])
+    return reached.float(), passed.float()
+
+
+def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
+    """Accepted drafts of each complete verify step over the answers of one rollout.
+
+    depth [L]: accepted drafts of a chain with root t. response [L]: response tokens. Prefill gives the first token of
+    an answer, so its first root is the position before it. A step that reaches past the answer's end is left out.
+
+        token      p   p   A0  A1  A2  A3  E
+        root           t0 --accepts 1--> t0+2 ...      t0 reads A0, drafts A1, A2, ... and commits accepted + 1 of them
+    """
+    accepted: list[int] = []
+    length = len(response)
+    start = 0
+    while start < length:
+        if not response[start]:
+            start += 1
+            continue
+        end = start
+        while end < length and response[end]:
+            end += 1
+        root = start - 1
+        while root >= 0 and root + 2 < end:
+            right = int(depth[root])
+            if root + 2 + right >= end:
+                break
+            accepted.append(right)
+            root += right + 1
+        start = end
+    return accepted

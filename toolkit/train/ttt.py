@@ -7,12 +7,23 @@ Every position t of a sequence is a root. The chains of drafts of all roots are 
                       attends  step-0 keys of positions 0..t, and its own keys of steps 1..k
                       predicts x_{t+2+k}
 
-A served chain attends to the same keys: committed positions, then its own drafts. The table is that of a head with one
-stage. A head with S stages (MTP layers) predicts step k < S with stage k, which reads the state of stage k-1 at t, has
-position t and attends to its own keys of 0..t. From step S on, stage S-1 reads its own outputs, at positions t+1, ..
+A served chain attends to the same keys: committed positions, then its own drafts. The table is that of a head
+without MTP layers, or with one. One of S MTP layers predicts step k < S with layer k, which reads the state of layer
+k-1 at t, has position t and attends to its own keys of 0..t. From step S on, layer S-1 reads its own outputs, at
+positions t+1, ..
+
+A block drafter (`heads/dspark.py`) drafts at once what a chain drafts step by step, in the block of each root, so
+supervision, losses and forecasts are those of a chain:
+
+    step k, root t:   query    k = 0: x_{t+1} (ground truth)    k > 0: mask k            position t+1+k
+                      attends  keys of the features of positions 0..t, and all keys of its own block
+                      bias     of the token x_{t+1+k} (ground truth)
+                      predicts x_{t+2+k}
+
+A block whose first place is no draft (DFlash) drafts step k at place k+1, at position t+2+k, where the masks are.
 
 Shapes: B sequences, L positions, T = B*L, H hidden size, W feature width, hd head dim, kv key/value heads, G query
-heads a key/value head.
+heads a key/value head. Of blocks: N roots a row, b places of a block, Q = N*b.
 """
 
 from __future__ import annotations
@@ -27,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.dspark import DSparkHead
 from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward, kernels_for
 
 
@@ -179,36 +191,37 @@ def unroll(
     features [B, L, W]: the target's hidden states. embeds [B, L, H]: the target's embeddings of the same tokens. A root
     whose token t+1+k lies past the end of its row reads zeros as the embedding; past the end of its document (starts
     [B, L], see `Batch`) it reads the next document's. Neither is supervised.
-    anchors [B, N]: after the last stage has read all positions, only these roots are unrolled further, and the states
-    are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv 1604.06174).
+    anchors [B, N]: after the last MTP layer has read all positions, only these roots are unrolled further, and the
+    states are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv
+    1604.06174).
     """
     batch, length, width = embeds.shape
     config = head.config
     attention = TTTAttention(batch, length, config.sliding_window, starts)
-    stages = [[attention] * config.layers for _ in range(config.stages)]
+    attentions = [[attention] * config.layers for _ in range(config.mtp_layers)]
     positions = torch.arange(length, device=embeds.device).expand(batch, -1)
     roots, positions = positions, positions if starts is None else positions - starts
     hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
-        stage = min(step, config.stages - 1)
-        if anchors is not None and step == config.stages:
-            stages[stage] = [layer.at_anchors(anchors) for layer in stages[stage]]
+        mtp_layer = min(step, config.mtp_layers - 1)
+        if anchors is not None and step == config.mtp_layers:
+            attentions[mtp_layer] = [layer.at_anchors(anchors) for layer in attentions[mtp_layer]]
             hidden = (
                 hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
             )
             roots, positions = anchors, positions.gather(1, anchors)
-        at = (positions + step - stage).flatten()
-        run = partial(_one_pass, head, stage, stages[stage], embeds, roots + 1 + step, at, length + steps)
+        at = (positions + step - mtp_layer).flatten()
+        run = partial(_one_pass, head, mtp_layer, attentions[mtp_layer], embeds, roots + 1 + step, at, length + steps)
         if checkpointing and torch.is_grad_enabled():
-            hidden, stages[stage] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            hidden, attentions[mtp_layer] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
-            hidden, stages[stage] = run(hidden)
-        yield head.read(stage, hidden).view(batch, -1, width)
+            hidden, attentions[mtp_layer] = run(hidden)
+        yield head.read(mtp_layer, hidden).view(batch, -1, width)
 
 
 def _one_pass(
     head: DraftHead,
-    stage: int,
+    mtp_layer: int,
     before: Sequence[TTTAttention],
     embeds: torch.Tensor,
     following: torch.Tensor,
@@ -216,7 +229,7 @@ def _one_pass(
     reach: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, list[TTTAttention]]:
-    """Run one step of a stage; returns its states and its layers' attentions after the step. `before` is not changed.
+    """Run one step by an MTP layer; returns its states and its attentions after the step. `before` is not changed.
 
     following [B, N]: positions of the tokens that the step reads; past the end of a row it reads zeros.
     """
@@ -226,4 +239,82 @@ def _one_pass(
     read = read.masked_fill((following >= length)[:, :, None], 0.0)
     in_turn = iter(layers)
     attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
-    return head(read.flatten(0, 1), hidden, positions, attend, reach, stage), layers
+    return head(read.flatten(0, 1), hidden, positions, attend, reach, mtp_layer), layers
+
+
+class BlockAttention:
+    """The attention of one layer: first `write`, then one call. reach: the context that each query [B, Q] sees."""
+
+    def __init__(self, batch: int, size: int, reach: Reach) -> None:
+        self.batch, self.size, self.reach = batch, size, reach
+        self.context: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k and v [B*L, kv, hd] of the context."""
+        self.context = self._by_head(k), self._by_head(v)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [B*Q, kv*G, hd], k and v [B*Q, kv, hd] -> like q."""
+        assert self.context is not None, "the context is written first"
+        keys, values = ([one, *self._own(new)] for one, new in zip(self.context, (k, v), strict=True))
+        out = MergedAttention.apply(self._by_head(q), self.reach, *keys, *values)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+    def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """For each place of a block, what stands there in the block of each query: b times [B, kv, Q, hd]."""
+        blocks = self._by_head(x).unflatten(2, (-1, self.size))
+        return [one.repeat_interleave(self.size, dim=2) for one in blocks.unbind(3)]
+
+
+def unroll_blocks(
+    head: DSparkHead,
+    features: torch.Tensor,
+    embeds: torch.Tensor,
+    steps: int,
+    starts: torch.Tensor | None = None,
+    anchors: torch.Tensor | None = None,
+    *,
+    checkpointing: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Yield the states [B, N, H] of steps 0..steps-1, at most as many as the head drafts, as `ttt.unroll` does.
+    Arguments: of `ttt.unroll`.
+
+    A root whose x_{t+1} lies past the end of its row reads the row's last token; it is not supervised.
+    """
+    (batch, length, width), size, device = embeds.shape, head.config.block_size, embeds.device
+    first_draft = size - head.config.drafts_at_once
+    assert steps <= size - first_draft, f"a block of {size} has no step {steps}"
+    every = torch.arange(length, device=device).expand(batch, -1)
+    starts = torch.zeros_like(every) if starts is None else starts
+    roots = every if anchors is None else anchors
+
+    def whole(at: torch.Tensor) -> torch.Tensor:
+        """Values at roots [B, N, ..] repeated for the places of their blocks: [B, Q, ..]."""
+        return at.repeat_interleave(size, dim=1)
+
+    def of_roots(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return whole(values.gather(1, at[:, :, None].expand(-1, -1, values.shape[2]))).flatten(0, 1)
+
+    first = starts.gather(1, roots)
+    places = torch.arange(size, device=device).repeat(roots.shape[1])
+    positions = (whole(roots - first) + 1 + places).flatten()
+    reach = Reach(whole(first), whole(roots))
+
+    def run(features: torch.Tensor) -> torch.Tensor:
+        layers = [BlockAttention(batch, size, reach) for _ in head.layers]
+        hidden = head.first_hidden(features.flatten(0, 1))
+        written, attending = iter(layers), iter(layers)
+        head.write_context(hidden, (every - starts).flatten(), length + size, lambda k, v: next(written).write(k, v))
+        queries = of_roots(embeds, (roots + 1).clamp(max=length - 1))
+        of_features = of_roots(hidden.view(batch, length, -1), roots)
+        attend = lambda q, k, v: next(attending)(q, k, v)  # noqa: E731
+        return head(queries, of_features, positions, attend, length + size)
+
+    if checkpointing and torch.is_grad_enabled():
+        states = checkpoint(run, features, use_reentrant=False, preserve_rng_state=False)
+    else:
+        states = run(features)
+    yield from head.read(0, states).view(batch, -1, size, width).unbind(2)[first_draft : first_draft + steps]

@@ -37,7 +37,7 @@ from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.load import unsharded
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import StoredFeatures
+from toolkit.train.target_side import StoredFeatures
 from toolkit.train_settings import HeadSettings, TrainSettings, changed
 
 log = get_logger(__name__)
@@ -501,7 +501,7 @@ def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSett
     training that do not suit the head (its layers are more than ttt_steps).
     """
     has: dict[str, Any] = {
-        "layers": config.stages * config.layers,
+        "layers": config.mtp_layers * config.layers,
         "fc_norm": getattr(config, "fc_norm", False),
         "norm_output": getattr(config, "norm_output", False),
         "sliding_window": config.sliding_window,

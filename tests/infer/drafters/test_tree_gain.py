@@ -12,8 +12,8 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
+from toolkit.train.step import TrainedHead, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 
 STEPS = 3
 
@@ -42,7 +42,7 @@ def trained_draft(small_target, small_draft) -> DraftCheckpoint:
     for step in range(120):
         chosen = written[step * 16 % 96 :][:16]
         batch = collate([Example("e", p + a, [False] * len(p) + [True] * len(a)) for p, a in chosen], pad_id=0)
-        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -15,7 +15,7 @@ from toolkit.pipeline.run import Run
 from toolkit.recipe import load_recipe
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
-from toolkit.train.frozen_target import frozen_target
+from toolkit.train.accelerator import frozen_target
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_writes_a_runs_rollouts(monkeypatch, bf16_model, ours, keeps, expec
     path = bf16_model.parent / "recipe.yaml"
     path.write_text(json.dumps(settings))
     run = Run(load_recipe(path), path)
-    monkeypatch.setattr("toolkit.pipeline.run_target.best_device", lambda: "cpu")
+    monkeypatch.setattr("toolkit.pipeline.run.best_device", lambda: "cpu")
     assert run.target.dtype == expected
     alone = SimpleNamespace(num_processes=1)
     assert frozen_target(run.recipe, "cpu", alone).dtype == torch.float32

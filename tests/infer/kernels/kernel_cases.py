@@ -706,7 +706,7 @@ def diagonals(case: Training, count: int) -> Callable[[Ops, Ops, str], None]:
         wanted = plain_merge(q.float(), out.float(), lse, *exact)
         given = wanted[0].to(case.dtype)
         grads = plain_merge_backward(grad.float(), q.float(), *exact, given.float(), wanted[1], dq.clone())
-        from toolkit.train.triton_diagonals import merge, merge_backward
+        from toolkit.train.triton_attention import merge, merge_backward
 
         own = [[one.to(device) for one in each] for each in (keys, values)]
         q, out, grad, lse, dq = (one.to(device) for one in (q, out, grad, lse, dq))

@@ -27,7 +27,7 @@ catch_launches(launches)
 
 from toolkit.infer.kernels.dispatch import triton_ops  # noqa: E402
 from toolkit.infer.kernels.tree_reference import Beams, Candidates  # noqa: E402
-from toolkit.train import triton_attention, triton_diagonals, triton_loss  # noqa: E402
+from toolkit.train import triton_attention, triton_loss  # noqa: E402
 from toolkit.train.loss import ETA  # noqa: E402
 
 launched: set[str] = set()
@@ -108,8 +108,8 @@ def training(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     triton_attention.attend(q, k, k)
     lse = there(2, kv * groups, 2048, dtype=FP32)
     triton_attention.attend_backward(q, q, k, k, q, lse)
-    triton_diagonals.merge(q, q, lse, [k], [k])
-    triton_diagonals.merge_backward(q, q, [k], [k], q, lse, q.float())
+    triton_attention.merge(q, q, lse, [k], [k])
+    triton_attention.merge_backward(q, q, [k], [k], q, lse, q.float())
 
 
 def losses(vocabulary: int, dtype: torch.dtype) -> None:

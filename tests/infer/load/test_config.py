@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from toolkit.infer.cache.page_pool import PAGE_SIZE
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import LEAST, ConfigError, EngineConfig
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 

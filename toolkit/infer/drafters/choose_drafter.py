@@ -58,7 +58,7 @@ def cached_token_bytes(draft: Draft | None) -> int:
     """Returns the bytes of a token in the head's KV caches; 0 without a head."""
     if not isinstance(draft, DraftCheckpoint):
         return 0
-    return draft.head.config.stages * cache_shape(draft.head, torch.device("cpu")).bytes_per_token
+    return draft.head.config.mtp_layers * cache_shape(draft.head, torch.device("cpu")).bytes_per_token
 
 
 def choose_drafter(

@@ -65,7 +65,7 @@ class DraftingHead:
 
     def __init__(self, draft: DraftCheckpoint, target: Target) -> None:
         self.module, self.config = draft.head, draft.head.config
-        self.stages, self.width = self.config.stages, self.config.feature_size
+        self.stages, self.width = self.config.mtp_layers, self.config.feature_size
         self.output = None if self.config.own_vocabulary else SharedOutput(target, draft)
         # Returns the logits of normed states: [..., H] -> [..., D].
         self.scores: nn.Module = self.module.lm_head if self.output is None else self.output

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.infer.attention.metadata import FEW, prompt_metadata, tree_metadata
 from toolkit.infer.cache.round_state import RoundRows, RoundState
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import CATCH_UP

@@ -149,13 +149,13 @@ class LLM:
         names, TargetError for a checkpoint of another configuration, EngineError while requests of `engine` run and
         with tensor parallelism.
         """
+        from toolkit.targets.fixed_linear import with_tied
         from toolkit.targets.load import load_weights
-        from toolkit.targets.new_weights import with_tied
 
         self._check_idle()
         where = "the state dict" if isinstance(weights, Mapping) else str(weights)
         given = weights if isinstance(weights, Mapping) else load_weights(self.target, weights)
-        self._replace_weights(self.target.model, with_tied(self.target, given, where), where)
+        self._replace_weights(self.target.model, with_tied(self.target.model, given, where), where)
 
     def refresh_draft(self, draft: Mapping[str, Tensor] | str | Path) -> None:
         """Replace the draft without a restart; drafts are then those of a new LLM with this draft in the same shape.
@@ -229,7 +229,7 @@ class LLM:
     def _replace_weights(self, module: Any, weights: Mapping[str, Tensor], where: str) -> None:
         """Check all weights, then copy them in place: CUDA graphs and compiled programs stay valid. What was learned
         with the old ones is dropped."""
-        from toolkit.targets.new_weights import check_weights, copy_weights
+        from toolkit.targets.fixed_linear import check_weights, copy_weights
 
         check_weights(module, weights, where)
         copy_weights(module, weights)

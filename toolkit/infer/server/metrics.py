@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
-from toolkit.infer.engine.engine_load import EngineLoad
+from toolkit.infer.engine.engine import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.request import NOT_FINITE, Request

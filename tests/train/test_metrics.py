@@ -1,4 +1,4 @@
-"""What the rows hold, and what reaches the trackers."""
+"""What the rows hold, what reaches the trackers, and how a forecast counts verify steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from toolkit.data.batches import Example, collate
 from toolkit.errors import MissingPackageError
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.forecast import chained_counts
-from toolkit.train.metric_rows import MACHINE_KEYS, RecentSteps, StepSums, flat_row, step_row
-from toolkit.train.metrics import Metrics
-from toolkit.train.step_clock import StepClock
-from toolkit.train.supervision import covered_share
+from toolkit.train.metrics import MACHINE_KEYS, Metrics, StepClock, StepSums, step_row
+from toolkit.train.step import chain_depths, chained_counts, replay
+from toolkit.train.target_side import covered_share
 from toolkit.train_settings import OptimizerSettings, TrackingSettings, TrainSettings, UnrollSettings
 
 
@@ -34,17 +32,6 @@ def test_coverage_counts_each_supervised_token_once():
         [Example("a", [1, 2, 3, 4, 5], [False, True, True, True, True]), Example("b", [1, 1], [False] * 2)], 3
     )
     assert covered_share(batch, TokenMap.from_ids([3, 5], 9)) == pytest.approx(2 / 3)
-
-
-def test_the_bar_shows_means_of_like_steps():
-    """Weighted by tokens. Where the curriculum adds a step of the unroll its loss is no sum with the others."""
-    recent = RecentSteps()
-    row = {"loss_by_step": [4.0], "loss": 4.0, "accuracy_by_step": [0.2], "supervised_tokens": 100}
-    assert recent.text(row) == "loss 4.00 over 1 draft in a row, first right 20%"
-    later = row | {"loss": 2.0, "accuracy_by_step": [0.6], "supervised_tokens": 300}
-    assert recent.text(later) == "loss 2.50 over 1 draft in a row, first right 50%"
-    longer = row | {"loss_by_step": [3.0, 5.0], "loss": 7.0, "accuracy_by_step": [0.4, 0.1]}
-    assert recent.text(longer) == "loss 7.00 over 2 drafts in a row, first right 40%"
 
 
 def test_a_step_s_row():
@@ -71,23 +58,12 @@ def test_a_step_s_row():
 def test_inner_parts_are_taken_off(monkeypatch):
     """DeepSpeed steps inside of backward: counted twice, the parts would add up to more than the step."""
     ticks = iter([0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 10.0, 11.0])
-    monkeypatch.setattr("toolkit.train.step_clock.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("toolkit.train.metrics.time.perf_counter", lambda: next(ticks))
     clock = StepClock(torch.device("cpu"))
     clock.restart()
     with clock.part("head"):
         clock.part("optimizer")(lambda: None)()
     assert clock.read() == {"step": 9.0, "optimizer": 2.0, "head": 4.0}
-
-
-def test_trackers_draw_scalars():
-    row = {
-        "step": 3,
-        "loss": None,
-        "ok": True,
-        "rates": [0.5, None],
-        "real": [{"name": "chain 3 T=0", "accept_length": 2}],
-    }
-    assert flat_row(row) == {"step": 3, "rates/0": 0.5, "real/chain 3 T=0/accept_length": 2}
 
 
 def test_a_fresh_rollouts_row_is_dropped_unless_training_went_over(tmp_path):
@@ -131,3 +107,31 @@ def test_tensorboard(tmp_path):
     events.Reload()
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
     assert [one.value for one in events.Scalars("accuracy_by_step/1")] == [0.5, 1.0, 4.5]
+
+
+def test_replay_by_hand():
+    """root 2 reads A0 (position 3): accepts 2 (A1, A2), bonus A3; root 5 reads A3: accepts 0, bonus A4; root 6
+    reads A4: one token (E) is left, accepted 0, bonus E at position 8: a whole step. Three steps, 3 + 1 + 1 tokens."""
+    #          p  p  p  A0 A1 A2 A3 A4 E
+    response = [False] * 3 + [True] * 6
+    depth = [0, 0, 2, 9, 9, 0, 0, 0, 0]
+    assert replay(depth, response) == [2, 0, 0]
+
+
+def test_a_step_cut_by_the_end_is_left_out():
+    """The draft of E is right, so the bonus token lies past the end: the engine cuts that step, and so do we."""
+    response = [False] * 3 + [True] * 4
+    assert replay([0, 0, 0, 2, 0, 0, 0], response) == [0]
+
+
+def test_turns_are_replayed_apart():
+    response = [False, False, True, True, True, False, False, True, True, True]
+    assert replay([0] * 10, response) == [0, 0, 0, 0]
+
+
+def test_chain_depths_stop_at_the_first_miss():
+    """A hit after a miss is unreachable for a chain."""
+    roots = [torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]), torch.tensor([0, 1])]
+    hits = [torch.tensor([True, False, True]), torch.tensor([True, True, True]), torch.tensor([True, True])]
+    # root 0 has no supervised step 0; root 1 hits all three; root 2 misses first; root 3 has only step 0.
+    assert chain_depths(hits, roots, 5).tolist() == [-1, 3, 0, 1, -1]
