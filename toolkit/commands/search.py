@@ -12,9 +12,9 @@ from toolkit.commands.prompt_arguments import (
     add_size_arguments,
     prompt_settings,
 )
-from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
+from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
 from toolkit.pipeline.launch import set_threads
-from toolkit.plan.gpus import gpu_named
+from toolkit.plan.step_time import gpu_named
 
 HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
 
@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     if args.engine is not None and (args.out is not None or args.objective != "tokens-per-s"):
         given = "--objective" if args.out is None else "--out"
         raise ArgumentsError(f"{given} is for a search here; with --for, flags for tokens per second are printed")
-    steps = None if args.step_ms is None else step_seconds(args.step_ms)
+    steps = None
+    if args.step_ms is not None:
+        steps = {requests: ms / 1000 for requests, ms in numbers_by_count("--step-ms", args.step_ms).items()}
     gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads

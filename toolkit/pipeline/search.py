@@ -32,8 +32,8 @@ from toolkit.pipeline.forecast import open_trial, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.search_uses import uses_of
 from toolkit.pipeline.stages import say
-from toolkit.plan.engine_settings import check_servable, settings_text
-from toolkit.plan.gpus import Gpu
+from toolkit.plan.launch import check_servable, settings_text
+from toolkit.plan.step_time import Gpu
 from toolkit.recipe import BenchSettings
 from toolkit.targets.facts import target_facts
 from toolkit.targets.target import Target
