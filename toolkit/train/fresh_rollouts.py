@@ -25,8 +25,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import Conversation, Conversations, conversation_from_row, user_turns
 from toolkit.data.generation import derived_seed
-from toolkit.data.rollout_files import RolloutPaths
-from toolkit.data.rollouts import write_rollouts
+from toolkit.data.rollouts import RolloutPaths, write_rollouts
 from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
