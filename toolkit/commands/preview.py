@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.jsonl import DataError, read_rows
-from toolkit.terminal import DIM, END, GREEN, UNPRINTABLE, YELLOW
+from toolkit.log import DIM, END, GREEN, UNPRINTABLE, YELLOW
 
 if TYPE_CHECKING:  # the parser is built without torch
     from transformers import PreTrainedTokenizerBase

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError
-from toolkit.plan.model_size import ModelSize
+
+if TYPE_CHECKING:  # which loads torch
+    from toolkit.plan.model_size import ModelSize
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 
