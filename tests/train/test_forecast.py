@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.bench.replay import summarise_replays
+from toolkit.bench.bootstrap import summarise_replays
 from toolkit.train.forecast import chain_depths, replay
 
 

@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.bench.acceptance import describe_token_map
-from toolkit.bench.answers import Sampling
-from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import (
     NUM_DRAFT_TOKENS,
     NUM_STEPS,
     TOP_KS,
+    draw_surface,
+    forecast_record,
     forecast_surface,
     largest_shape,
+    print_surface,
     replay_answers,
+    rollout_answers,
     supported_shapes,
 )
 from toolkit.bench.prompts import BUILTIN, limited
 from toolkit.bench.records import command_line, machine_name, write_record
-from toolkit.bench.rollout_answers import rollout_answers
-from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
+from toolkit.bench.side_by_side import Sampling, Trial
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup

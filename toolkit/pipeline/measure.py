@@ -12,9 +12,8 @@ import torch
 from toolkit.bench.acceptance import ONE_BY_ONE, adaptive_limit, check_forced, measure_acceptance, measured_summary
 from toolkit.bench.check import open_checked
 from toolkit.bench.records import machine_name, write_record
-from toolkit.bench.report import write_page
+from toolkit.bench.report import RunData, write_page
 from toolkit.bench.rows import headline_row, is_slower, lookup_row
-from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import (
     count_of,
     length_text,

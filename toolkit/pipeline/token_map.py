@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.report_figures import coverage_figure
+from toolkit.bench.report import coverage_figure
 from toolkit.pipeline.corpus_counts import count_corpora, count_here
 from toolkit.pipeline.corpus_worker import ShardCounter
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run

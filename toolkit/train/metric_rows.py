@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.replay import Forecast
+from toolkit.bench.bootstrap import Forecast
 from toolkit.train.real_acceptance import RealAcceptance
 from toolkit.train.trained_head import step_weights
 from toolkit.train_settings import TrainSettings

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from toolkit.bench.replay import Forecast, summarise_replays
+from toolkit.bench.bootstrap import Forecast, summarise_replays
 from toolkit.data.batches import Batch, on_device
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
