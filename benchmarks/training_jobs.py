@@ -17,7 +17,7 @@ import torch
 from harness import peak, restart_peak
 from training_published import PublishedTrainer
 
-from toolkit.bench.replay import summarise_replays
+from toolkit.bench.bootstrap import summarise_replays
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
 from toolkit.data.examples import load_examples

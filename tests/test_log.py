@@ -21,7 +21,6 @@ CODE = "from toolkit.log import get_logger; log = get_logger('x'); log.info('new
     ("variables", "messages"),
     [
         ({}, ["news", "trouble"]),
-        ({"LOCAL_RANK": "0"}, ["news", "trouble"]),
         ({"LOCAL_RANK": "3"}, ["trouble"]),
         ({"LOCAL_RANK": "3", "TOOLKIT_LOG": "debug"}, ["news", "trouble"]),
     ],

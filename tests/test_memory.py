@@ -16,14 +16,10 @@ MB = 2**20
 @pytest.mark.parametrize(
     ("own", "files", "bytes_"),
     [
-        ("0::/\n", {"memory.max": 512 * MB}, 512 * MB),  # a container with a view of its own
         ("0::/docker/abc\n", {"memory.max": 512 * MB}, 512 * MB),  # the host's path, which is not there
         ("0::/user/job\n", {"user/memory.max": 64 * MB, "user/job/memory.max": "max"}, 64 * MB),  # bound from above
-        ("0::/a\n", {"a/memory.max": 64 * MB, "b/memory.max": 8 * MB}, 64 * MB),  # another group's
         ("9:cpu,cpuacct:/x\n4:memory:/x\n", {"memory/x/memory.limit_in_bytes": 32 * MB, "memory.max": 1}, 32 * MB),
         ("4:memory:/\n", {"memory/memory.limit_in_bytes": 2**63 - 4096}, MACHINE),  # version 1's "no limit"
-        ("0::/\n", {"memory.max": "max"}, MACHINE),
-        ("0::/\n", {}, MACHINE),
         (None, {"memory.max": MB}, MACHINE),
     ],
 )
@@ -36,15 +32,3 @@ def test_usable_memory(tmp_path: Path, own: str | None, files: dict, bytes_: int
     if own is not None:
         (tmp_path / "cgroup").write_text(own)
     assert usable_memory(tmp_path / "groups", tmp_path / "cgroup") == bytes_
-
-
-def test_the_engines_cache_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default size is an eighth of what may be used, not of what the machine has."""
-    import torch
-
-    from toolkit.infer.cache.cache_manager import MemorySettings
-    from toolkit.infer.cache.kv_cache import KVShape
-
-    shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr("toolkit.infer.cache.cache_manager.usable_memory", lambda: 8 * 4096 * shape.bytes_per_token)
-    assert MemorySettings().pool(shape, max_running_requests=64, context_length=256).capacity == 4096 // 16

@@ -101,62 +101,31 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
+def test_wrong_input_says_key_value_and_need(tmp_path: Path) -> None:
+    """A misspelt or misplaced setting that is ignored costs a training run before anybody sees it."""
+    path = write(tmp_path, MINIMAL)
+    for override, told in (
         ("train.max_step=3", "did you mean train.max_steps?"),
         ("train.lr=1e-3", "unknown key train.lr; did you mean train.optimizer.learning_rate?"),
-        ("lr=1e-3", "did you mean train.optimizer.learning_rate?"),
         ("learning_rate=1e-3", "did you mean train.optimizer.learning_rate?"),
-        ("train.batch_size=8", "did you mean train.data.global_batch?"),
-        ("train.num_epochs=3", "did you mean train.epochs?"),
-        ("train.max_len=512", "did you mean train.data.max_length?"),
-        ("model=x", "did you mean target.model?"),
-        ("train.optimizer.learning_rte=3", "did you mean train.optimizer.learning_rate?"),
         ("trian.max_steps=3", "did you mean train?"),
-        ("bench.temprature=1", "unknown key bench.temprature; did you mean bench.temperature?"),
         ("target.revision=123", 'write it in quotes: "123"'),
         ("train.epochs=many", 'train.epochs = "many": it must be a valid number'),
         ("train.epochs=.nan", "it must be a finite number"),
-        ("train.unroll.ttt_steps=1.5", "train.unroll.ttt_steps = 1.5: it must be a valid integer"),
-        ("train.tracking.wandb=1", "it must be true or false"),
         ("seed=true", "seed = true: it must be a valid integer"),
         ("train.optimizer.schedule=cos", "it must be 'cosine', 'linear' or 'constant'"),
         ("train.optimizer.betas=[0.9]", "betas[1] is missing"),
-        ("prompts.sources=a.jsonl", "it must be a list"),
         ("train=3", "train = 3: it must be a mapping of keys"),
-        ("train.unroll.ttt_steps.x=1", "it must be a valid integer"),
         ("name.x=1", 'name = "small" has no keys; it must be a mapping'),
         ("train.unroll.ttt_steps", "not of the form section.key=value"),
-        ("name=[", "not valid YAML"),
-        ("train.unroll.ttt_steps=0", "greater than 0"),
-        ("rollouts.top_p=0", "greater than 0"),
-        ("rollouts.held_out=1", "less than 1"),
         ("rollouts={keep_features: true, torch_compile: true}", "set it to false, or rollouts.keep_features"),
-        ("rollouts={server: http://a, torch_compile: true}", "torch_compile = true: rollouts.server answers"),
-        ("rollouts={deterministic: true, torch_compile: true}", "set it to false, or rollouts.deterministic"),
-        ("rollouts={server: [http://a], keep_features: true}", "set it to false (training makes them itself)"),
         ("rollouts.server_model=x", "set rollouts.server too, or this to null"),
-        ("rollouts.server=3", "it must be a list"),
-        ("rollouts.held_out=0", "rollouts.held_out = 0: it must be greater than 0"),
-        ("train.evaluation.real_temperatures=[]", "at least one value"),
-        ("train.evaluation.real_shapes=['3,1']", "num_steps,top_k,num_draft_tokens"),
         ("train.on_policy.prompts=8", "the steps between fresh rollouts, is null; set that, or"),
-        ("train.on_policy.temperatures=[1]", "train.on_policy.every"),
-        ("train.data.max_length=2", "greater than or equal to 3"),
         ("bench.shapes=['4,1,5','4,1,5']", "each value once"),
-        ("token_map.coverage=0.9", "exactly one of size and coverage"),
-        ("train.head.aux_layer_ids=[3, 1, 2]", "three ascending"),
         ("bench.shapes=['4,1']", 'bench.shapes[0] = "4,1": it must be "adaptive" or'),
-        ("bench.shapes=[]", "at least one value"),
-        ("name=a/b", "names the run folder"),
-    ],
-)
-def test_wrong_input_says_key_value_and_need(tmp_path: Path, override: str, told: str) -> None:
-    """A misspelt or misplaced setting that is ignored costs a training run before anybody sees it."""
-    path = write(tmp_path, MINIMAL)
-    message = refused(path, override)
-    assert told in message
+        ("token_map.coverage=0.9", "exactly one of size and coverage"),
+    ):
+        assert told in refused(path, override), override
 
 
 def test_names_of_other_trainers_lead_to_keys() -> None:

@@ -61,13 +61,6 @@ def test_steps_down_beside_a_busy_process_and_back() -> None:
     assert machine.run(2, busy=0.0) == 2
 
 
-def test_a_short_burst_changes_nothing() -> None:
-    machine = Machine(cpus=2, most=2)
-    for _ in range(20):
-        assert machine.run(0.25, busy=0.9) == 2
-        assert machine.run(0.5, busy=0.0) == 2
-
-
 def test_idle_cpus_are_taken_into_account() -> None:
     """With threads for half of the CPUs (two a core), as many other processes need none of ours."""
     machine = Machine(cpus=8, most=4)
@@ -75,12 +68,6 @@ def test_idle_cpus_are_taken_into_account() -> None:
     assert machine.run(5, busy=6.0) == 2
     assert machine.run(5, busy=9.0) == 1, "at least one thread"
     assert machine.run(5, busy=6.0) == 2, "some threads return"
-
-
-def test_steps_of_many_seconds_count_whole() -> None:
-    machine = Machine(cpus=2, most=2)
-    assert machine.run(14, busy=0.8, step=7.0) == 1
-    assert machine.run(14, busy=0.0, step=7.0) == 2
 
 
 def test_bursts_let_it_wait_longer_each_time() -> None:
@@ -113,20 +100,6 @@ def test_idle_time_counts_for_the_return_only() -> None:
     assert machine.run(0.02, busy=0.0) == 2
     machine.pass_time(60, busy=1.0)
     assert machine.run(0.02, busy=0.0) == 2
-
-
-def test_rounds_cost_no_look_each() -> None:
-    machine = Machine(cpus=2, most=2)
-    machine.run(10, busy=0.0, step=0.001)
-    assert machine.looks < 50
-
-
-def test_one_thread_stays_one_and_an_unknown_load_changes_nothing() -> None:
-    assert Machine(cpus=2, most=1).run(5, busy=1.0) == 1
-    machine = Machine(cpus=2, most=2)
-    machine.others = lambda: None  # type: ignore[method-assign,assignment]
-    machine.limit = ThreadLimit(2, machine.others, lambda: machine.now)
-    assert machine.run(5, busy=1.0) == 2
 
 
 def test_threads_are_limited_inside_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.threads import users_threads
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 # What a launcher does: it sets the variables in its own process and starts a worker.
 LAUNCHER = (
@@ -30,21 +28,6 @@ def test_a_launcher_s_one_is_not_the_user_s(users: str | None) -> None:
         [sys.executable, "-c", LAUNCHER], env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str(users)
-
-
-def test_without_a_launcher_the_variable_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert users_threads() == "1"
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert users_threads() is None
-
-
-def test_a_number_that_no_launcher_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    assert users_threads() == "6"
 
 
 WORKERS = """

@@ -9,8 +9,7 @@ from toolkit.bench import table
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
-from toolkit.bench.report import write_page
-from toolkit.bench.run_folder import RunData
+from toolkit.bench.report import RunData, write_page
 from toolkit.bench.table import mode_name, print_acceptance
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape

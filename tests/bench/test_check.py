@@ -19,11 +19,10 @@ import torch
 
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check as bench_check
-from toolkit.bench import sampled_distribution
-from toolkit.bench.check import open_checked
+from toolkit.bench import check as sampled_distribution
+from toolkit.bench.check import exact_distribution, g_test, most_even_distribution, open_checked
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import read_record
-from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate

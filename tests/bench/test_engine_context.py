@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.bench.answers import Sampling
-from toolkit.bench.engine_context import Trial, longest_prompt, with_context
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.bench.side_by_side import Mode, Sampling, Trial, longest_prompt, run_side_by_side, with_context
 from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
 from toolkit.infer.cache.cache_size import ROOM
 from toolkit.infer.engine.config import EngineConfig

@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from tests.train.test_parity import _batch
-from toolkit.bench.answers import Sampling
-from toolkit.bench.candidate_recorder import NEVER, nodes_needed
-from toolkit.bench.engine_context import Trial
-from toolkit.bench.forecast import forecast_surface, largest_shape, recorded, replay_answers, shapes_of
+from toolkit.bench.forecast import (
+    NEVER,
+    forecast_surface,
+    largest_shape,
+    nodes_needed,
+    recorded,
+    replay_answers,
+    rollout_answers,
+    shapes_of,
+)
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.rollout_answers import rollout_answers
+from toolkit.bench.side_by_side import Sampling, Trial
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine

@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from toolkit.bench.records import RECORD_KEYS, RecordError
-from toolkit.bench.report import write_report
-from toolkit.bench.report_figures import octaves, smoothed
+from toolkit.bench.report import octaves, smoothed, write_report
 from toolkit.jsonl import DataError
 
 

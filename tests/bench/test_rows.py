@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from toolkit.bench import rows as rows_module
-from toolkit.bench.answers import LoggedAnswer, Question, Round
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError
 from toolkit.bench.rows import best_row, tabulate
+from toolkit.bench.side_by_side import LoggedAnswer, Question, Round
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent

@@ -3,9 +3,8 @@ import time
 import pytest
 from jinja2 import TemplateError
 
-from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import BenchError, Mode, rotated, run_side_by_side
+from toolkit.bench.side_by_side import BenchError, Mode, ResumeLog, Sampling, rotated, run_side_by_side
 from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.request import PromptTooLongError

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from toolkit.cli import main
-from toolkit.data.batches import Example
-from toolkit.data.preview import painted, token_kinds
-
-
-def test_prints_rollouts(tiny_target, tiny_target_directory, tmp_path, capsys):
-    """Marks without colours, since captured output is no terminal."""
-    ids = tiny_target.tokenizer("one two three four", add_special_tokens=False)["input_ids"]
-    row = {"id": "a", "split": "train", "input_ids": ids, "response_spans": [[len(ids) - 2, len(ids)]]}
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    assert main(["preview", str(path), "--target", str(tiny_target_directory)]) == 0
-    shown = capsys.readouterr().out
-    last = tiny_target.tokenizer.decode(ids[-1:])
-    assert f"[{last}]" in shown and "a: 1 of" in shown and "1 train rollouts, 1 supervised" in shown
-    assert main(["preview", str(path)]) == 2
-    assert "--target" in capsys.readouterr().err
+from toolkit.commands.preview import SUPERVISED, painted, token_kinds
+from toolkit.data.batches import Example, supervised_mask
 
 
 def test_a_terminal_gets_colours(tiny_target, tiny_target_directory, tmp_path, capsys, monkeypatch):
@@ -40,4 +28,19 @@ def test_a_terminal_gets_colours(tiny_target, tiny_target_directory, tmp_path, c
     assert wanted in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(["preview", str(path), "--target", str(tiny_target_directory)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and f"[{texts[2]}]" in shown and "1 train rollouts, 2 supervised" in shown
+    assert main(["preview", str(path)]) == 2
+    assert "--target" in capsys.readouterr().err
+
+
+def test_kinds_are_the_loss_mask():
+    """Drawn by another rule than the training's, a preview would reassure about the wrong tokens."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        response = torch.rand(12, generator=generator) < 0.6
+        mask = supervised_mask(response[None], 0)[0]
+        predicted = (mask.nonzero().squeeze(-1) + 2).tolist()
+        kinds = token_kinds(response.tolist())
+        # Token 1 has no root before it: two real tokens precede every answer, or there is no prompt.
+        assert [at for at, kind in enumerate(kinds) if kind == SUPERVISED and at > 1] == predicted

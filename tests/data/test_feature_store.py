@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -73,11 +72,7 @@ def test_what_a_kill_leaves(tmp_path: Path) -> None:
     check(FeatureStore(tmp_path, SPEC), TEXTS)
 
 
-@pytest.mark.parametrize(
-    ("key", "other"),
-    [("target", "beef"), ("revision", None), ("template_sha256", "cd"), ("dtype", "float32"), ("quantization", "int8"),
-     ("layer_ids", (1, 2, 4)), ("hidden_size", 16)],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "other"), [("target", "beef"), ("layer_ids", (1, 2, 4))])
 def test_features_of_other_settings(tmp_path: Path, caplog, monkeypatch, key: str, other: object) -> None:
     """If any key of the manifest differs, a reader refuses, a writer starts again, and both name the key."""
     monkeypatch.setattr(feature_store.log.parent, "propagate", True)
@@ -102,27 +97,7 @@ def test_a_lack_of_space_is_an_error_before_anything_is_written(tmp_path: Path, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_no_room_for_other_features_keeps_these(tmp_path: Path, monkeypatch) -> None:
-    """A dtype changed by accident must not delete stored features and then fail. Their space counts as free."""
-    write(FeatureStore.start(tmp_path, SPEC), TEXTS)
-    size = sum(shard.stat().st_size for shard in tmp_path.glob("shard-*"))
-    changed = replace(SPEC, dtype="float32")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * changed.bytes_per_token))
-    fits = size // changed.bytes_per_token + 2
-    with pytest.raises(FeatureStoreError, match="after removing those of other settings; free some space"):
-        FeatureStore.start(tmp_path, changed, fits + 1)
-    check(FeatureStore(tmp_path, SPEC), TEXTS)
-    assert len(FeatureStore.start(tmp_path, changed, fits)) == 0
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> None:
+def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch) -> None:
     """The disk is full within the third shard. Complete shards stay, the incomplete one is removed, and the message
     says what to do; later the rest is added. safetensors gives the system's error only as text."""
     save, calls = safetensors.torch.save_file, []
@@ -131,7 +106,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> 
         calls.append(path)
         if len(calls) == 3:
             Path(path).write_bytes(b"half a shard")
-            raise error
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         save(tensors, path, metadata)
 
     monkeypatch.setattr(safetensors.torch, "save_file", filling)
@@ -145,12 +120,3 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> 
     check(store, kept)
     write(store, TEXTS)
     check(store, TEXTS)
-
-
-def test_other_errors_are_not_called_a_full_disk(tmp_path: Path, monkeypatch) -> None:
-    def failing(tensors, path, metadata=None):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", failing)
-    with pytest.raises(OSError, match="Input/output"):
-        write(FeatureStore.start(tmp_path, SPEC), TEXTS)

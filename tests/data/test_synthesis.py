@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from toolkit.data.chat_template import ChatTemplateError
 from toolkit.data.conversations import read_conversations
 from toolkit.data.generation import GenerationRequest, derived_seed
-from toolkit.data.synthesis import synthesise_prompts, user_turn_prefix_ids
+from toolkit.data.synthesis import rejection, synthesise_prompts, user_turn_prefix_ids, words_of
 from toolkit.jsonl import DataError, read_rows
 from toolkit.recipe import PromptSettings
 
@@ -53,9 +53,7 @@ def synthesise(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Synthesise
     "family, end",
     [
         ("chatml", "<|im_start|>user\n"),
-        ("chatml-tagged", "<|im_start|>user\n"),
         ("llama3", "<|start_header_id|>user<|end_header_id|>\n\n"),
-        ("gemma", "<start_of_turn>user\n"),
     ],
 )
 def test_prefix_ends_where_the_user_begins(
@@ -69,10 +67,9 @@ def test_prefix_ends_where_the_user_begins(
     assert rendered["input_ids"][: len(prefix)] == prefix
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "{{ bos_token }}nothing of the user"])
-def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     """Such a target would have no prompt at all."""
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{{ bos_token }}nothing of the user"
     with pytest.raises(ChatTemplateError, match="user slot"):
         user_turn_prefix_ids(tokenizer)
 
@@ -97,7 +94,7 @@ def test_accepted_are_the_first_good_attempts(
     assert {request.temperature for request in target.calls} == {1.0}
 
 
-@pytest.mark.parametrize("die_after", [0, 1, 17, 38, 50])
+@pytest.mark.parametrize("die_after", [0, 17])
 def test_a_killed_run_ends_with_the_same_prompts(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path, die_after: int
 ) -> None:
@@ -158,19 +155,6 @@ def test_too_few_prompts_are_a_warning_and_far_too_few_an_error(
         synthesise(fake_target(tokenizer, good(10)), PromptSettings(synthesize=20, max_tokens=60))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"seed": 2}, {"target": "other"}, {"settings": PromptSettings(synthesize=30, max_tokens=60, temperature=0.7)}],
-)
-def test_attempts_of_other_settings_are_refused(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, change: dict[str, Any]
-) -> None:
-    """Resuming another recipe's attempts would give prompts with wrong provenance."""
-    synthesise(fake_target(tokenizer, turn))
-    with pytest.raises(DataError, match="other settings"):
-        synthesise(fake_target(tokenizer, turn), **change)
-
-
 def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     """The system prompt would have no effect, but the provenance would list it."""
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -194,3 +178,33 @@ def test_system_prompts_steer_the_attempts_in_turn(
         assert [message["role"] for message in row["messages"]] == ["user"]
     with pytest.raises(DataError, match="other settings"):
         synthesise(target, PromptSettings(synthesize=30, max_tokens=60, systems=systems[:2]))
+
+
+def test_real_requests_pass() -> None:
+    """Rejecting real requests would narrow what the head learns."""
+    for text in (
+        "How do I bake sourdough bread at home?",
+        "Write a Python function that adds two numbers:\n\ndef add(a, b):\n    # your code here\n",
+        "東京の天気はどうですか",
+        "Explain the difference between a list and a tuple. Explain the difference between a set and a list.",
+        "Répondez-moi, s'il vous plaît: qu'est-ce que l'été?",
+    ):
+        assert rejection(text, 3, 400) is None, text
+
+
+def test_noise_is_rejected_by_name() -> None:
+    """Reasons are counted, so each must be distinguished."""
+    for text, reason in (
+        ("  \n", "empty"),
+        ("Thanks a", "too_short"),
+        ("word " * 3 + "many different words follow here and on", "too_long"),
+        ("**User:** write a poem for me", "role_name"),
+        ("the cat sat on the mat the cat sat on the mat the cat sat on the mat", "repetition"),
+        ("a \x00\x01\x02 broken answer", "not_text"),
+    ):
+        assert rejection(text, 3, 8 if reason == "too_long" else 400) == reason
+
+
+def test_same_words_are_the_same_prompt() -> None:
+    """Case, spaces and punctuation do not make a new prompt; another number does."""
+    assert words_of("What is 2+2?") == words_of("what  is 2 + 2 ") != words_of("What is 2+3?")

@@ -1,4 +1,4 @@
-"""Layouts, memory, batches and the queue: on a small dense and a small sparse model whose numbers fit on paper."""
+"""Steps, memory, batches and the queue: on a small dense and a small sparse model whose numbers fit on paper."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import pytest
 from toolkit.errors import PlanError
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.plan.deployment import Planner, Workload
-from toolkit.plan.draft_cost import DraftCost
-from toolkit.plan.gpus import GPUS
 from toolkit.plan.launch import draft_schedule, launch_lines
-from toolkit.plan.make_plan import calibrated
-from toolkit.plan.model_size import Cache, ModelSize
-from toolkit.plan.plan_text import draft_table
-from toolkit.plan.step_time import Costs, Layout, forward_s, prefill_s, round_s, weight_bytes
+from toolkit.plan.model_size import Cache, DraftCost, ModelSize
+from toolkit.plan.step_time import (
+    GPUS,
+    Costs,
+    Layout,
+    calibrated,
+    forward_s,
+    gpu_named,
+    prefill_s,
+    round_s,
+    weight_bytes,
+)
 
 GPU = GPUS["H100"]
 DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, Cache(128 * 1024, 8, 5e5, 5e5))
@@ -41,13 +47,10 @@ def test_a_step_by_hand():
 
 
 def test_only_chosen_experts_are_read():
-    """One row touches 8 of 128 experts in a layer, many touch all; two GPUs hold half of them each."""
-    one, all_of_them = (forward_s(SPARSE, GPU, Layout(1), Costs(), requests=n, tokens=1, context=0) for n in (1, 1000))
-    bandwidth = 0.8 * 3.35e12
-    assert one == pytest.approx((11e9 + 160e9 * 8 / 128) / bandwidth + 32 * Costs().layer_s)
-    assert all_of_them > 171e9 / bandwidth
+    """One row touches 8 of 128 experts in a layer; two GPUs hold half of them each."""
+    one = forward_s(SPARSE, GPU, Layout(1), Costs(), requests=1, tokens=1, context=0)
+    assert one == pytest.approx((11e9 + 160e9 * 8 / 128) / (0.8 * 3.35e12) + 32 * Costs().layer_s)
     spread = Layout(2, data_parallel=True)
-    assert weight_bytes(SPARSE, spread) == 10e9 + 2 * 1e9 + 80e9
     assert weight_bytes(SPARSE, Layout(2)) == (10e9 + 2 * 1e9 + 160e9) / 2
     assert weight_bytes(SPARSE, replace(spread, redundant=2)) == 12e9 + 80e9 * 130 / 128
 
@@ -56,12 +59,9 @@ def test_a_round_is_its_parts():
     """k drafts: the target over k + 1 tokens, the head once over those and k - 1 times over one; the host if asked."""
     common = {"gpu": GPU, "layout": Layout(1), "costs": Costs(), "requests": 4, "context": 2000}
     target, first = (forward_s(size, tokens=4, **common) for size in (DENSE, HEAD))
-    later = forward_s(HEAD, tokens=1, **common)
-    fixed = Costs().round_s + 3 * Costs().pass_s
-    assert round_s(DENSE, HEAD, drafts=3, **common) == pytest.approx(target + first + 2 * later + fixed)
-    waits = round_s(DENSE, HEAD, drafts=3, overlap=False, **common)
-    assert waits == pytest.approx(target + first + 2 * later + fixed + Costs().host_s)
-    assert round_s(DENSE, None, drafts=0, **common) == forward_s(DENSE, tokens=1, **common)
+    parts = target + first + 2 * forward_s(HEAD, tokens=1, **common) + Costs().round_s + 3 * Costs().pass_s
+    assert round_s(DENSE, HEAD, drafts=3, **common) == pytest.approx(parts)
+    assert round_s(DENSE, HEAD, drafts=3, overlap=False, **common) == pytest.approx(parts + Costs().host_s)
 
 
 def test_memory_bounds_the_batch():
@@ -69,22 +69,16 @@ def test_memory_bounds_the_batch():
     most = planner(concurrency=1).most_requests(Layout(1))
     assert most == int((0.88 * 80e9 - 16e9 - 0.25e9 * 2 - 0.1e9 * 2) / (1500 * (128 * 1024 + 4096)))
     assert planner(concurrency=1, input=10**6).most_requests(Layout(1)) == 0
-    shared = replace(DRAFT, size=replace(HEAD, shared_head=True))
-    borrowed = planner(draft=shared, concurrency=1).most_requests(Layout(1))
-    assert borrowed == int((0.88 * 80e9 - 16e9 - 0.25e9 * 2) / (1500 * (128 * 1024 + 4096))) > most
-    one = {"gpu": GPU, "layout": Layout(1), "costs": Costs(), "requests": 1, "tokens": 1, "context": 9}
-    assert forward_s(shared.size, **one) == forward_s(HEAD, **one)  # read in every pass all the same
-    # One latent vector serves all heads: every GPU of a tensor-parallel group keeps all of it.
-    assert planner(SPARSE, None, concurrency=1).most_requests(Layout(4)) < 1024
     with pytest.raises(PlanError, match=r"does not fit 2 H100: 172\.0 GB of weights"):
         planner(SPARSE, None, concurrency=1).best(2)
+    with pytest.raises(PlanError, match="as tp3"):
+        replace(planner(concurrency=1), only=(3, False)).best(8)
 
 
 def test_longer_drafts_for_smaller_batches():
     """As SGLang's report advises: long chains while there is headroom, short ones or none when a GPU is busy."""
     mine = planner(concurrency=4096)
-    best, _ = mine.best(1)
-    table = draft_table(mine, best)
+    table = mine.table(mine.best(1))
     drafts = [batch.drafts for batch in table]
     assert drafts == sorted(drafts, reverse=True) and drafts[0] == 3 and drafts[-1] == 1
     assert all(batch.gain >= 1 for batch in table)
@@ -94,144 +88,79 @@ def test_longer_drafts_for_smaller_batches():
 
 
 def test_requests_in_flight_bound_throughput():
-    """Little's law: requests per second times the seconds of a request are the requests in flight."""
+    """Little's law: requests per second times the seconds of a request are the requests in flight. The prompts of
+    others interrupt a request's rounds, its own does not."""
     mine = planner(concurrency=8)
-    best, _ = mine.best(1)
-    reads = prefill_s(DENSE, GPU, best.decode.layout, Costs(), 1000)
-    assert best.prefill is None and best.batch.requests == 8
+    best = mine.best(1)
+    reads = prefill_s(DENSE, GPU, best.layout, Costs(), 1000)
+    assert best.batch.requests == 8
     assert best.requests_per_s * 8 * (reads + 500 / best.batch.tokens_per_s) == pytest.approx(8)
-    few, many = (planner(concurrency=n).best(8)[0].requests_per_s for n in (4, 64))
-    assert few < many
-
-
-def test_prefill_is_disaggregated_where_that_helps():
-    """Long prompts interrupt decoding: under a limit on the time per token, separate prefill engines serve more.
-    Without a limit they do not; and neither limit nor rate is passed over in silence."""
-    work = {"input": 8000, "output": 400, "rate": 25.0, "max_tpot_s": 0.006}
-    best, other = planner(**work).best(16)
-    assert best.prefill is not None and best.tpot_s <= 0.006 and best.requests_per_s == 25.0 and best.gpus == 16
-    assert other is None or other.requests_per_s < 25.0 / 1.05
-    free, apart = planner(input=500, output=2000, concurrency=64).best(8)
-    assert free.prefill is None and apart is not None
-    with pytest.raises(PlanError, match="use about .* GPUs"):
-        planner(**{**work, "rate": 2000.0}).best(16)
-    with pytest.raises(PlanError, match="reaches 0.1 ms per token"):
-        planner(concurrency=8, max_tpot_s=1e-4).best(8)
-
-
-def test_the_error_names_the_limit_that_cannot_be_met():
-    """The layout, the limit on TPOT or the rate cannot be met: each has another remedy."""
-    with pytest.raises(PlanError, match=r"cannot run on 8 H100 as tp3: .*--layout \(tp1, tp2, tp4, tp8\)"):
-        replace(planner(concurrency=1), only=(3, False)).best(8)
-    # Only two GPUs together are quick enough, of three: the third one reads, and cannot read so many prompts.
-    free = planner(draft=None, input=8000, output=2, concurrency=1)
-    one, two = (free.batch(Layout(gpus), 1).round_s for gpus in (1, 2))
-    limits = {"draft": None, "input": 8000, "output": 2, "max_tpot_s": (one + two) / 2}
-    assert planner(**limits, rate=1.0).best(3)[0].prefill is not None
-    with pytest.raises(PlanError, match="cannot serve 1000 requests per second within .* ms per token, only lower"):
-        planner(**limits, rate=1000.0).best(3)
-    with pytest.raises(PlanError, match="no layout of 3 H100 reaches 0.1 ms per token"):
-        planner(**{**limits, "max_tpot_s": 1e-4}, rate=1.0).best(3)
+    assert best.tpot_s == pytest.approx(best.batch.round_s / best.batch.committed + 7 * reads / 500)
+    assert planner(concurrency=4).best(8).requests_per_s < planner(concurrency=64).best(8).requests_per_s
 
 
 def test_waiting_grows_with_the_load():
     """M/D/1: at a load of 1/2 a request waits half the time of a prefill."""
-    mine = planner(draft=None, rate=1.0)
     reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
-    half = replace(mine, work=replace(mine.work, output=1, rate=0.5 / reads), only=(1, False))
-    together = [one for one in half._together(_engines(1)) if one.batch.requests == 1]
-    assert together[0].ttft_s == pytest.approx(reads + together[0].batch.round_s / 2 + reads / 2)
+    best = planner(draft=None, rate=0.5 / reads, output=1).best(1)
+    assert best.ttft_s == pytest.approx(reads + best.batch.round_s / 2 + reads / 2)
 
 
-def test_only_the_prompts_of_others_are_pauses():
-    """b requests per rank: prefill of the b - 1 others interrupts a request's decoding. A single one never waits."""
-    mine = planner(draft=None, concurrency=4)
-    reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
-    found = {one.batch.requests: one for one in mine._together(_engines(1))}
-    assert found[1].tpot_s == pytest.approx(found[1].batch.round_s)
-    assert found[4].tpot_s == pytest.approx(found[4].batch.round_s + 3 * reads / 500)
+def test_limits_that_cannot_be_met_are_errors():
+    with pytest.raises(PlanError, match=r"serve at most .* use about .* GPUs"):
+        planner(rate=2000.0).best(8)
+    with pytest.raises(PlanError, match="no layout of 8 H100 reaches 0.1 ms per token"):
+        planner(concurrency=8, max_tpot_s=1e-4).best(8)
+    for wrong in ({"input": 0, "concurrency": 1}, {}, {"concurrency": 1, "rate": 1.0}, {"rate": 0.0}):
+        with pytest.raises(PlanError, match="expected|give exactly one"):
+            Workload(**{"input": 10, "output": 10, **wrong})
 
 
 def test_a_prompt_in_sliding_layers():
     """Query t sees min(t, w) keys: a triangle of w and then w a token; half a square where the window is longer."""
-    heads = {"layer_s": 0.0, "prefill_share": 1.0}
     size = replace(DENSE, body=0.0, head=0.0, cache=Cache(0.0, 8, 0.0, 0.0, 100, 1.0, 6.0))
-    for tokens in (40, 100, 1000):
+    for tokens in (40, 1000):
         pairs = sum(min(t, 100) - 0.5 for t in range(1, tokens + 1))
-        seconds = prefill_s(size, GPU, Layout(1), replace(Costs(), **heads), tokens)
+        seconds = prefill_s(size, GPU, Layout(1), Costs(layer_s=0.0, prefill_share=1.0), tokens)
         assert seconds * GPU.flops / 6 == pytest.approx(pairs, rel=0.01), tokens
-
-
-def _engines(gpus: int):
-    from toolkit.plan.deployment import Engines
-
-    return Engines(Layout(gpus), 1)
 
 
 def test_measured_steps_replace_the_fixed_time():
     """The plan then has the measured times; a step faster than the memory allows is of another model or GPU."""
-    mine = planner(concurrency=1)
-    costs = calibrated(mine, Layout(1), {1: 0.012})
-    again = forward_s(DENSE, GPU, Layout(1), costs, requests=1, tokens=1, context=1250)
-    assert again == pytest.approx(0.012) and costs.layer_s > Costs().layer_s
+    for overlap in (True, False):
+        costs = calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.018, 4: 0.020}, context=1250, overlap=overlap)
+        work = {"drafts": 0, "context": 1250, "overlap": overlap}
+        steps = [round_s(DENSE, None, GPU, Layout(1), costs, requests=n, **work) for n in (1, 4)]
+        assert sum(steps) == pytest.approx(0.038)
     with pytest.raises(PlanError, match="shorter than its reads"):
-        calibrated(mine, Layout(1), {1: 0.001})
-    waits = replace(mine, overlap=False)
-    waits = replace(waits, costs=calibrated(waits, Layout(1), {1: 0.018, 4: 0.020}))
-    said = [waits.batch(Layout(1), requests).plain_s for requests in (1, 4)]
-    assert sum(said) == pytest.approx(0.038)
-    with pytest.raises(PlanError, match="6.1 ms of the host without overlap"):
-        calibrated(waits, Layout(1), {1: 0.008})
-
-
-def test_two_batches_hide_the_exchange_of_large_ones_alone():
-    layout = Layout(16, data_parallel=True)
-    small, large = (
-        [
-            forward_s(SPARSE, GPU, replace(layout, two_batches=two), Costs(), requests=n, tokens=1, context=2000)
-            for two in (False, True)
-        ]
-        for n in (8, 512)
-    )
-    assert small[0] == small[1] and large[1] < large[0]
-
-
-@pytest.mark.parametrize(
-    "work",
-    [{"input": 0, "concurrency": 1}, {}, {"concurrency": 1, "rate": 1.0}, {"rate": 0.0}, {"concurrency": 0}],
-)
-def test_workloads_that_cannot_be(work):
-    with pytest.raises(PlanError, match="expected|give exactly one"):
-        Workload(**{"input": 10, "output": 10, **work})
+        calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.001}, context=1250)
 
 
 def test_launch_lines_of_two_nodes():
     """Every node has its line; the numbers on it are the plan's, and each engine's words are its own."""
-    mine = planner(SPARSE, replace(DRAFT, kind="mtp", path=None), concurrency=256)
-    best, _ = replace(mine, only=(16, True)).best(16)
-    table = draft_table(mine, best)
+    mine = replace(planner(SPARSE, replace(DRAFT, kind="mtp", path=None), concurrency=256), only=(16, True))
+    best = mine.best(16)
+    table = mine.table(best)
     first, further = launch_lines("sglang", ["org/m", "--revision", "r"], best, mine.draft, table)[1:]
-    for word in ("--model-path org/m --revision r", "--tp-size 16", "--dp-size 16 --enable-dp-attention"):
-        assert word in first
-    steps = best.batch.drafts
-    assert f"--speculative-num-steps {steps} --speculative-eagle-topk 1" in first and "draft-model-path" not in first
-    assert f"--max-running-requests {best.batch.requests * 16}" in first
+    for words in (
+        "--model-path org/m --revision r",
+        "--tp-size 16",
+        "--dp-size 16 --enable-dp-attention",
+        f"--speculative-num-steps {best.batch.drafts} --speculative-eagle-topk 1",
+        f"--max-running-requests {best.batch.requests * 16}",
+    ):
+        assert words in first
+    assert "draft-model-path" not in first
     assert first.endswith("--node-rank 0") and further == first[:-1] + "K"
     lines = launch_lines("vllm", ["org/m"], best, mine.draft, table)
     assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1] and lines[2].endswith("--headless")
     config = json.loads(lines[1].split("--speculative-config '")[1].split("'")[0])
     assert config["method"] == "mtp" and [tuple(one) for one in config["num_speculative_tokens_per_batch_size"]]
-    apart, _ = planner(input=8000, output=400, rate=25.0, max_tpot_s=0.006).best(16)
-    lines = launch_lines("sglang", ["m"], apart, DRAFT, draft_table(planner(concurrency=1), apart))
-    assert any("--disaggregation-mode prefill" in line for line in lines)
-    assert any("--disaggregation-mode decode" in line for line in lines)
-    router = lines[-1]
-    assert router.count("--decode ") == apart.decode.count and router.count("--prefill ") == apart.prefill.count
 
 
 @pytest.mark.parametrize(("anchor", "name", "more"), [(True, "dspark", 0), (False, "dflash", 1)])
 def test_launch_lines_of_block_drafters(anchor, name, more):
-    """One kind here, two algorithms there; a block of 4 drafts at most."""
+    """One kind here, two algorithms there; a block of 4 drafts at most, whole whatever is planned."""
     config = DSparkConfig(
         hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
         rms_norm_eps=1e-6, vocab_size=90, max_position_embeddings=64, rope_parameters={}, target_hidden_size=64,
@@ -239,11 +168,18 @@ def test_launch_lines_of_block_drafters(anchor, name, more):
         markov_rank=8 if anchor else 0, confidence=anchor,
         confidence_with_markov=anchor,
     )  # fmt: skip
-    draft = replace(DRAFT, kind="dspark", config=config)
-    mine = planner(draft=draft, concurrency=1)
-    best, _ = mine.best(1)
-    places = 4 + more  # whole, whatever is planned
+    mine = planner(draft=replace(DRAFT, kind="dspark", config=config), concurrency=1)
+    best = mine.best(1)
     assert best.batch.drafts < 4
-    table = draft_table(mine, best)
-    assert f"--speculative-{name}-block-size {places}" in launch_lines("sglang", ["m"], best, draft, table)[1]
-    assert f'"method": "{name}"' in launch_lines("vllm", ["m"], best, draft, table)[1]
+    table = mine.table(best)
+    assert f"--speculative-{name}-block-size {4 + more}" in launch_lines("sglang", ["m"], best, mine.draft, table)[1]
+    assert f'"method": "{name}"' in launch_lines("vllm", ["m"], best, mine.draft, table)[1]
+
+
+def test_gpus():
+    """Any GPU by stated figures; a name that is not in the table says which are missing."""
+    assert gpu_named("h200") == GPUS["H200"] and gpu_named("H100", {"memory": 94}).memory == 94e9
+    mine = gpu_named("MI300X", {"memory": 192, "bandwidth": 5300, "flops": 1307})
+    assert (mine.memory, mine.bandwidth, mine.flops) == (192e9, 5.3e12, 1.307e15)
+    with pytest.raises(PlanError, match="missing: bandwidth, flops"):
+        gpu_named("MI300X", {"memory": 192})

@@ -8,8 +8,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaModel, T5Config
 
-from toolkit.data.chat_template import decode, prompt_ids
-from toolkit.data.loss_mask import response_mask
+from toolkit.data.chat_template import decode, prompt_ids, response_mask
 from toolkit.data.synthesis import user_turn_prefix_ids
 from toolkit.errors import TargetError
 from toolkit.recipe import load_recipe

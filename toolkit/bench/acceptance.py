@@ -12,14 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
-from toolkit.bench.engine_context import SideBySide, longest_prompt, with_context
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, recommended_row, shape_text, tabulate
-from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
+from toolkit.bench.side_by_side import (
+    Mode,
+    Progress,
+    ResumeLog,
+    Sampling,
+    SideBySide,
+    longest_prompt,
+    run_side_by_side,
+    with_context,
+)
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig

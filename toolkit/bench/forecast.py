@@ -15,23 +15,54 @@ each answer is replayed, and the interval is over prompts with their draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from toolkit.bench.answers import LoggedAnswer
-from toolkit.bench.candidate_recorder import Array, CandidateRecorder
-from toolkit.bench.engine_context import SideBySide, Trial, with_eager_rounds
-from toolkit.bench.replay import Forecast, summarise_replays
-from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
+import numpy as np
+import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.bootstrap import Forecast, summarise_replays
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.records import make_record
+from toolkit.bench.rows import shape_keys, shape_text
+from toolkit.bench.side_by_side import (
+    BenchError,
+    LoggedAnswer,
+    Mode,
+    Progress,
+    Question,
+    SideBySide,
+    Trial,
+    run_side_by_side,
+    with_eager_rounds,
+)
+from toolkit.bench.table import new_table, wide_console
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.linear_layers import linear_layers
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import WrappedDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.draft_tree import DraftShape, candidate_count
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
+from toolkit.jsonl import DataError, read_rows
 from toolkit.log import get_logger
+from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
+from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
@@ -209,3 +240,250 @@ def recorded(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence
     while engine.has_work():
         engine.step()
     return [engine.drafter.needed(request) for request in requests]
+
+
+Array = npt.NDArray[np.int64]
+NEVER = 1 << 30  # more nodes than any tree has
+
+
+class CandidateRecorder(WrappedDrafter):
+    """Proposes roots only. `needed` tells what the trees of the drafter's shape would have accepted."""
+
+    inner: HeadDrafter
+
+    def __init__(self, inner: HeadDrafter) -> None:
+        super().__init__(inner)
+        self._found: WeakKeyDictionary[Request, list[tuple[Array, Array, npt.NDArray[np.float32]]]] = (
+            WeakKeyDictionary()
+        )
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        if not any(self.inner.shape_of(request) for request in requests):
+            return self.inner.skip(requests, rows)
+        tokens, parents, scores = (part.cpu().numpy() for part in self.inner.candidates(requests, rows))
+        for row, request in enumerate(requests):
+            if self.inner.shape_of(request) is not None:
+                found = self._found.setdefault(request, [])
+                del found[len(request.output_ids) - 1 :]  # a failed round runs again
+                found.append((tokens[row], parents[row], scores[row]))
+        return root_only(rows.roots)
+
+    def needed(self, request: Request) -> Array:
+        """Returns `nodes_needed` after each token but the last of an answer, [P, S, S]; P is 0 if nothing drafts."""
+        steps, width = self.inner.shape.num_steps, self.inner.shape.top_k
+        found = self._found.pop(request, [])
+        each = [
+            nodes_needed(*one, request.output_ids[at + 1 : at + 1 + steps], steps, width)
+            for at, one in enumerate(found)
+        ]
+        return np.stack(each) if each else np.zeros((0, steps, steps), dtype=np.int64)
+
+
+def nodes_needed(
+    tokens: Array,
+    parents: Array,
+    scores: npt.NDArray[np.floating],
+    following: Sequence[int],
+    steps: int,
+    width: int,
+) -> Array:
+    """Returns [S, S]: entry [d-1, s-1] is the least num_draft_tokens with which a tree of s levels accepts d drafts.
+
+    tokens, parents (-1: the root), scores [C]: as of `draft_beams`, `steps` levels of `width` beams. following: the
+    tokens that come next. NEVER where no tree accepts so many. The order is that of `rank_candidates`: by score, on a
+    tie by number.
+    """
+    needed = np.full((steps, steps), NEVER, dtype=np.int64)
+    parent = -1
+    for depth, token in enumerate(following[:steps], start=1):
+        start = 0 if depth == 1 else candidate_count(depth - 1, width)
+        level = slice(start, candidate_count(depth, width))
+        hit = np.flatnonzero((tokens[level] == token) & (parents[level] == parent))
+        if not len(hit):
+            break
+        parent = start + int(hit[0])
+        before = scores > scores[parent]
+        before[:parent] |= scores[:parent] == scores[parent]
+        for deepest in range(depth, steps + 1):
+            needed[depth - 1, deepest - 1] = 2 + int(before[: candidate_count(deepest, width)].sum())
+    return np.maximum.accumulate(needed, axis=0)
+
+
+FIELDS = ("id", "messages", "input_ids", "response_spans", "provenance")
+
+
+def rollout_answers(path: str | Path, target: Target, limit: int | None = None) -> tuple[list[LoggedAnswer], float]:
+    """Read the last answer of each row, at most `limit` rows from the first on. Returns them and their temperature.
+
+    Earlier answers are left out: the template has rendered them again, so their ids may be others than the target
+    wrote. Raises `DataError` for a row that is no rollout, for answers of another target or of several temperatures,
+    for ids or lengths that the target cannot have, and for a file without rows.
+    """
+    found: list[LoggedAnswer] = []
+    temperature: float | None = None
+    trained = 0
+    for number, row in islice(read_rows(path), limit):
+        where = f"{path}:{number}"
+        _check_row(row, where, target)
+        own = float(row["provenance"].get("temperature", 0.0))
+        temperature = own if temperature is None else temperature
+        if own != temperature:
+            raise DataError(
+                f"{where}: the answer is of temperature {own:g}, those before it of {temperature:g}; give a file "
+                "of one temperature"
+            )
+        trained += row.get("split") == "train"
+        ids, (start, end) = row["input_ids"], row["response_spans"][-1]
+        turns = tuple(message["content"] for message in row["messages"] if message["role"] == "user")
+        prompt, params = Prompt(str(row["id"]), Path(path).stem, turns), SamplingParams(temperature=own)
+        question = Question(prompt, len(row["response_spans"]) - 1, tuple(ids[:start]), params)
+        found.append(LoggedAnswer(question, tuple(ids[start:end]), ()))
+    if temperature is None:
+        raise DataError(f"{path} has no rows; at least one rollout is required")
+    if trained:
+        logger.warning(
+            "%s: %d of %d answers are of the split for training; a head that was trained on them accepts more there",
+            path, trained, len(found),
+        )  # fmt: skip
+    return found, temperature
+
+
+def _check_row(row: Mapping[str, Any], where: str, target: Target) -> None:
+    absent = [name for name in FIELDS if not row.get(name)]
+    if absent:
+        raise DataError(
+            f"{where}: {', '.join(absent)} missing or empty; a row of `toolkit rollouts` is needed (prompts without "
+            "answers are given with --prompts)"
+        )
+    writer = row["provenance"].get("target")
+    if writer is None or full_name(str(writer)) != full_name(target.name):
+        raise DataError(
+            f"{where}: the answer was written by {writer or 'an unnamed target'}, and the target is {target.name}; "
+            "give rollouts of this target"
+        )
+    ids, (start, end) = row["input_ids"], row["response_spans"][-1]
+    if not 0 < start < end <= len(ids) or not 0 <= min(ids) <= max(ids) < target.vocab_size or end > target.max_context:
+        raise DataError(
+            f"{where}: the last response span is [{start}, {end}) of {len(ids)} ids in {min(ids)}..{max(ids)}; the "
+            f"target has a vocabulary of {target.vocab_size} and a context of {target.max_context}"
+        )
+
+
+Row = Mapping[str, Any]
+
+
+def forecast_record(surface: Surface, trial: Trial, settings: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Make the record of a forecast: a row for every shape of the surface."""
+    prompts = len({one.question.prompt.question_id for one in surface.references})
+    rows = []
+    for shape in surface.shapes():
+        found = surface.forecast(shape)
+        rows.append(
+            {
+                **shape_keys(shape),
+                "temperature": settings["temperature"],
+                "prompts": prompts,
+                "verify_steps": found.verify_steps,
+                "accept_length": found.accept_length,
+                "interval": found.interval,
+                "accept_rate": found.accept_rate,
+            }
+        )
+    return make_record(
+        "forecast",
+        command,
+        settings,
+        rows,
+        target=describe_target(trial.target),
+        draft=describe_draft(trial.draft),
+        answers=len(surface.references),
+    )
+
+
+def print_surface(record: Row, console: Console | None = None) -> None:
+    """Print a table for each top_k: levels downwards, verified nodes to the right."""
+    console = console or wide_console()
+    settings, rows = record["settings"], record["rows"]
+    console.print(
+        Text(
+            f"accept_length by forecast: {record['target']['name']} ({record['target']['dtype']}), "
+            f"{rows[0]['prompts']} prompts, {record['answers']} answers of at most {settings['max_tokens']} tokens, "
+            f"temperature {settings['temperature']:g}",
+            style="bold",
+        )
+    )
+    for top_k, of_width in _by_width(rows):
+        if top_k == 1:
+            console.print(Text("top_k 1: chains, by levels"))
+            console.print(_chains(of_width))
+        else:
+            console.print(Text(f"top_k {top_k}: levels downwards, num_draft_tokens (with the root) to the right"))
+            console.print(_trees(of_width))
+    if settings["temperature"] > 0:
+        console.print(
+            "each answer is one draw, by its seed: accept_length is that of these draws under --verify target, not an "
+            "expectation over draws; the interval is by prompt, and so over their draws too"
+        )
+    best = max(rows, key=lambda row: row["accept_length"] or 0)
+    if best["interval"] is not None:
+        low, high = best["interval"]
+        console.print(
+            f"largest: {shape_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; "
+            "`toolkit search` measures which shape is the fastest"
+        )
+
+
+def _by_width(rows: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
+    for top_k in dict.fromkeys(row["top_k"] for row in rows):
+        yield top_k, [row for row in rows if row["top_k"] == top_k]
+
+
+def _length(row: Row | None) -> str:
+    return "" if row is None else "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
+
+
+def _chains(rows: Sequence[Row]) -> Table:
+    table = new_table("levels", [str(row["num_steps"]) for row in rows])
+    table.add_row("accept_length", *map(_length, rows))
+    rates = rows[-1]["accept_rate"]
+    cells = ["-" if rate is None else f"{100 * rate:.0f} %" for rate in rates]
+    table.add_row("accepted at that level", *cells, *[""] * (len(rows) - len(cells)))
+    return table
+
+
+def _trees(rows: Sequence[Row]) -> Table:
+    by_place = {(row["num_steps"], row["num_draft_tokens"]): row for row in rows}
+    nodes, steps = sorted({one for _, one in by_place}), sorted({one for one, _ in by_place})
+    table = new_table("", map(str, nodes))
+    for depth in steps:
+        table.add_row(str(depth), *(_length(by_place.get((depth, count))) for count in nodes))
+    return table
+
+
+def draw_surface(record: Row, path: str | Path) -> None:
+    """Write a heat map of accept_length as PNG, a panel for each top_k."""
+    panels = list(_by_width(record["rows"]))
+    with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
+        figure = Figure(figsize=(1.2 + 3.4 * len(panels), 3.4), facecolor="white")
+        FigureCanvasAgg(figure)
+        most = max(row["accept_length"] or 1.0 for row in record["rows"])
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (top_k, rows) in zip(axes, panels, strict=True):
+            nodes = sorted({row["num_draft_tokens"] for row in rows})
+            steps = sorted({row["num_steps"] for row in rows})
+            grid = [[float("nan")] * len(nodes) for _ in steps]
+            for row in rows:
+                x, y = nodes.index(row["num_draft_tokens"]), steps.index(row["num_steps"])
+                grid[y][x] = row["accept_length"] or float("nan")
+                color = "black" if (row["accept_length"] or 1.0) > 0.4 + 0.6 * most else "white"  # on yellow, on blue
+                axis.text(x, y, _length(row), ha="center", va="center", fontsize=6.5, color=color)
+            image: Any = axis.imshow(grid, vmin=1.0, vmax=most, cmap="viridis", aspect="auto", origin="lower")
+            axis.set_title(f"top_k {top_k}", fontsize=9)
+            axis.set_xticks(range(len(nodes)), [str(one) for one in nodes])
+            axis.set_yticks(range(len(steps)), [str(one) for one in steps])
+            axis.set_xlabel("num_draft_tokens")
+            axis.grid(False)
+        axes[0].set_ylabel("num_steps")
+        figure.colorbar(image, ax=list(axes), label="accept_length")
+        with atomic_write(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.conversations import FORMS, conversation_from_row
+from toolkit.data.conversations import conversation_from_row
 from toolkit.jsonl import DataError, read_rows
 
 BUILTIN = "built-in"
@@ -42,8 +42,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     seen: dict[str, int] = {}
     for number, row in read_rows(path):
         where, stem = f"{path}:{number}", Path(path).stem
-        holds_messages = "turns" not in row and any(form in row for form in FORMS)
-        prompt = _conversation(row, where, stem, number) if holds_messages else _prompt(row, where, stem)
+        prompt = _prompt(row, where, stem, number)
         if prompt.question_id in seen:
             raise DataError(
                 f"{path}:{number}: question_id {prompt.question_id} was already used in line "
@@ -56,28 +55,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def _conversation(row: Mapping[str, Any], where: str, default_task: str, number: int) -> Prompt:
+def _prompt(row: Mapping[str, Any], where: str, default_task: str, number: int) -> Prompt:
     conversation = conversation_from_row(row, where, f"{default_task}-{number}")
+    task = row.get("category") or default_task
+    if not isinstance(task, str):
+        raise DataError(f"{where}: category is {task!r}; expected a string")
     first = conversation.messages[0]
     system = first["content"] if first["role"] == "system" else None
     turns = tuple(one["content"] for one in conversation.messages if one["role"] == "user")
-    return Prompt(conversation.id, _task(row, where, default_task), turns, system)
-
-
-def _prompt(row: Mapping[str, Any], where: str, default_task: str) -> Prompt:
-    identity, turns = row.get("question_id"), row.get("turns")
-    if not isinstance(identity, int | str):
-        raise DataError(f"{where}: question_id is {identity!r}; expected a number or a string")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise DataError(f'{where}: turns is {turns!r}; expected a list of user turns that are not empty: ["..."]')
-    return Prompt(str(identity), _task(row, where, default_task), tuple(turns))
-
-
-def _task(row: Mapping[str, Any], where: str, default: str) -> str:
-    task = row.get("category") or default
-    if not isinstance(task, str):
-        raise DataError(f"{where}: category is {task!r}; expected a string")
-    return task
+    identity = row.get("question_id")
+    return Prompt(conversation.id if identity is None else str(identity), task, turns, system)
 
 
 def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:

@@ -13,17 +13,28 @@ prompts even if 16-bit rounding makes their answers differ.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.bench.answers import LoggedAnswer, Question, ResumeLog, Round, Sampling
 from toolkit.bench.prompts import Prompt
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
+from toolkit.infer.cache.cache_manager import GPU_SHARE
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError, Request
+from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
+from toolkit.log import get_logger
+from toolkit.targets.target import Target
+from toolkit.weights import sha256_json
 
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]
@@ -169,3 +180,196 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
         for question, request in zip(questions, requests, strict=True)
     )
     return Round(mode.name, answers, prefill_s, decode_s, decode_tokens)
+
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One rendered turn of one conversation."""
+
+    prompt: Prompt
+    turn: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class LoggedAnswer:
+    """One mode's answer to one question, with its verify steps."""
+
+    question: Question
+    output_ids: tuple[int, ...]
+    events: tuple[VerifyEvent, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One mode's answers to a group of questions that were decoded together.
+
+    prefill_s: seconds until the first token of each answer. decode_s: all other seconds. decode_tokens: the tokens
+    written in decode_s, that is all but the first token of each answer.
+    """
+
+    mode: str
+    answers: tuple[LoggedAnswer, ...]
+    prefill_s: float
+    decode_s: float
+    decode_tokens: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling settings that are the same for every question."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def params(self, prompt: Prompt, turn: int) -> SamplingParams:
+        """Return the parameters of one question. The seed differs between questions and is equal for all modes."""
+        seed = zlib.crc32(f"{self.seed}/{prompt.question_id}/{turn}".encode())
+        return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=self.max_tokens)
+
+
+class ResumeLog:
+    """The stored groups of one measurement: one JSON object per line, first a hash of its settings, then each group.
+
+    made_of: everything that determines its rows (settings, models, machine, versions). A file of another measurement is
+    deleted and started again.
+    """
+
+    def __init__(self, path: Path, made_of: Mapping[str, Any]) -> None:
+        self.path = path
+        self._mark = sha256_json(made_of)
+
+    def read(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, list[Round]]:
+        """Return the finished groups by the index of their first prompt. Raises `DataError` for a damaged line."""
+        if not self.path.is_file():
+            return {}
+        cut_torn_line(self.path)
+        rows = [row for _, row in read_rows(self.path)]
+        if not rows or rows[0].get("made_of") != self._mark:
+            logger.info("%s has other settings, machine or versions; measuring again from the start", self.path)
+            self.path.unlink()
+            return {}
+        by_id = {prompt.question_id: prompt for prompt in prompts}
+        return {row["group"]: [_round(one, by_id, sampling) for one in row["rounds"]] for row in rows[1:]}
+
+    def append(self, group: int, rounds: Sequence[Round]) -> None:
+        """Store a finished group; `group` is the index of its first prompt."""
+        fresh = not self.path.is_file()
+        with RowAppender(self.path) as rows:
+            if fresh:
+                rows.append({"made_of": self._mark})
+            rows.append({"group": group, "rounds": [_row(done) for done in rounds]})
+
+
+def _row(done: Round) -> dict[str, Any]:
+    answers = [
+        {
+            "question_id": answer.question.prompt.question_id,
+            "turn": answer.question.turn,
+            "prompt_ids": list(answer.question.prompt_ids),
+            "output_ids": list(answer.output_ids),
+            "events": [astuple(event) for event in answer.events],
+        }
+        for answer in done.answers
+    ]
+    times = {"prefill_s": done.prefill_s, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens}
+    return {"mode": done.mode, **times, "answers": answers}
+
+
+def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Sampling) -> Round:
+    answers = []
+    for kept in row["answers"]:
+        prompt, turn = prompts[kept["question_id"]], kept["turn"]
+        question = Question(prompt, turn, tuple(kept["prompt_ids"]), sampling.params(prompt, turn))
+        events = tuple(VerifyEvent(*event) for event in kept["events"])
+        answers.append(LoggedAnswer(question, tuple(kept["output_ids"]), events))
+    return Round(row["mode"], tuple(answers), row["prefill_s"], row["decode_s"], row["decode_tokens"])
+
+
+TOKENS_AGAIN = 3  # most tokens that one of an answer is in the next prompt: incomplete characters are read as U+FFFD
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is measured: a head on its target, prompts and how they are answered, and the options of the engines."""
+
+    target: Target
+    draft: DraftCheckpoint
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    config: EngineConfig
+
+    @property
+    def batch(self) -> int:
+        return self.config.max_running_requests
+
+    def at_batch(self, batch: int) -> Trial:
+        return replace(self, config=replace(self.config, max_running_requests=batch))
+
+    def with_room(self) -> Trial:
+        """By verify rule `target`, in a context as long as the conversations need."""
+        most = self.sampling.max_tokens
+        config = replace(self.config, verify="target")
+        return replace(self, config=with_context(config, longest_prompt(self.target, self.prompts, most), most))
+
+
+class SideBySide(ExitStack):
+    """A context manager that opens `count` engines of `config`, and closes them at its end.
+
+    settings: of `build_engine`. On a GPU they share what one engine would take: the first has a `count`th of the
+    cache's share of the memory, and the others a cache of the same size. On a CPU memory is taken when it is used, so
+    each has its own share.
+    """
+
+    def __init__(self, config: EngineConfig, target: Target, count: int, **settings: Any) -> None:
+        super().__init__()
+        self._target, self._settings = target, settings
+        if target.device.type == "cuda" and config.max_total_tokens is None:
+            config = replace(config, mem_fraction_static=(config.mem_fraction_static or GPU_SHARE) / count)
+        # All read the same prompts; with a prefix cache, later engines would reuse the work of earlier ones.
+        self._config = replace(config, prefix_cache=False)
+
+    def open(self, draft: Draft | None = None, shape: DraftShape | None = None, **options: Any) -> Engine:
+        """Open an engine that drafts `shape` in every step, or decodes plainly without a draft.
+
+        options: fields of EngineConfig."""
+        text = None if draft is None or shape is None else shape.as_text()
+        config = replace(self._config, **{"shape": text, "adaptive": False, **options})
+        engine = self.enter_context(closing(build_engine(config, self._target, draft, **self._settings).engine))
+        if self._target.device.type == "cuda":
+            pool = engine.scheduler.memory.pool
+            tokens = pool.capacity * pool.page_size
+            self._config = replace(self._config, mem_fraction_static=None, max_total_tokens=tokens)
+        return engine
+
+
+def with_context(config: EngineConfig, longest: int, max_tokens: int) -> EngineConfig:
+    """The options for prompts of up to `longest` tokens and answers of max_tokens; a given `context_length` stays.
+
+    The cache follows from it: all rows at full length, each with room for drafted nodes, within the engine's share of
+    the memory (see `MemorySettings`).
+    """
+    return replace(config, context_length=config.context_length or longest + max_tokens)
+
+
+def with_eager_rounds(config: EngineConfig, target: Target) -> EngineConfig:
+    """The options for rounds of which the host sees the parts: no CUDA graphs, which are also what a GPU compiles."""
+    compiled = config.torch_compile and target.device.type == "cpu"
+    return replace(config, disable_cuda_graph=True, cuda_graph_max_bs=None, torch_compile=compiled)
+
+
+def longest_prompt(target: Target, prompts: Iterable[Prompt], max_tokens: int) -> int:
+    """The most tokens of a prompt in these conversations, whose earlier answers have up to max_tokens."""
+    longest = 1
+    for prompt in prompts:
+        messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        for turn in prompt.turns:
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
+        answers = TOKENS_AGAIN * max_tokens * (len(prompt.turns) - 1)
+        longest = max(longest, len(prompt_ids(target.tokenizer, messages[:-1])) + answers)
+    return longest

@@ -21,8 +21,7 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
-from toolkit.bench.engine_context import SideBySide, Trial, with_context, with_eager_rounds
-from toolkit.bench.side_by_side import Progress, rotated
+from toolkit.bench.side_by_side import Progress, SideBySide, Trial, rotated, with_context, with_eager_rounds
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.search_file import verified
@@ -51,7 +50,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times at one batch size. prefill_s: seconds to read a prompt, by plain and by drafting engine, mean a prompt.
+    """Times at one batch size.
 
     plain: its draft_s is 0. drafts: by (num_steps, top_k). verifies: by `verified`: verification and all else.
     """
@@ -60,7 +59,6 @@ class StepTimes:
     plain: Parts
     drafts: Mapping[tuple[int, int], float]
     verifies: Mapping[str, tuple[float, float]]
-    prefill_s: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
         """What search.json keeps: see `search_file.arm_times`."""
@@ -115,16 +113,14 @@ def measure_step_times(
     with _batches(trial, [None, trial.draft], DraftShape.covering(chosen), texts) as (plain, drafting):
         modes = [(plain, None), *((drafting, shape) for shape in chosen)]
         rounds = dict(zip((None, *chosen), _in_turns(modes, TURNS, on_progress), strict=True))
-        wanted = matter(_step_times(trial.batch, rounds, (plain.prefill_s, drafting.prefill_s)))
+        wanted = matter(_step_times(trial.batch, rounds))
         modes = [(plain, None), *((drafting, shape) for shape in wanted)]
         for shape, more in zip((None, *wanted), _in_turns(modes, AGAIN_TURNS), strict=True):
             rounds[shape] = rounds.get(shape, []) + more
-    return _step_times(trial.batch, rounds, (plain.prefill_s, drafting.prefill_s))
+    return _step_times(trial.batch, rounds)
 
 
-def _step_times(
-    batch: int, rounds: Mapping[DraftShape | None, list[Parts]], prefill_s: tuple[float, float]
-) -> StepTimes:
+def _step_times(batch: int, rounds: Mapping[DraftShape | None, list[Parts]]) -> StepTimes:
     plain = replace(_median(rounds[None]), draft_s=0.0)
     drafts: dict[int, dict[int, list[Parts]]] = {}  # by top_k and num_steps
     verifies: dict[str, dict[int, list[Parts]]] = {}  # by kind and nodes
@@ -144,7 +140,6 @@ def _step_times(
             for kind, found in verifies.items()
             for nodes, verify in _rising(found, "verify_s").items()
         },
-        prefill_s,
     )
 
 
@@ -207,26 +202,18 @@ def _median(parts: Sequence[Parts]) -> Parts:
 
 @dataclass
 class _Batch:
-    """An engine with a full batch, whose requests are replaced when they end.
-
-    prefill_s: seconds to read a prompt.
-    """
+    """An engine with a full batch, whose requests are replaced when they end."""
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     running: list[Request] = field(default_factory=list)
-    prefills: list[float] = field(default_factory=list)
     ids: Iterator[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         context = self.engine.context_length  # at least half of it is for the prompt
         most = max(context // 2, context - self.params.max_tokens)
         self.ids = cycle([one[:most] for one in self.prompts])
-
-    @property
-    def prefill_s(self) -> float:
-        return median(self.prefills)
 
     def round(self, shape: DraftShape | None = None) -> Parts:
         """Runs one round of the full batch and returns its parts."""
@@ -246,11 +233,8 @@ class _Batch:
             absent = self.engine.max_running_requests - len(self.running)
             if not absent:
                 return
-            started = time.perf_counter()
             # All at once: the first ones would end before the last ones of a large batch are read one by one.
             added = [self.engine.add_request(next(self.ids), self.params) for _ in range(absent)]
             while any(one.first_token_at is None for one in added):
                 self.engine.step()
-            read = max(one.first_token_at for one in added if one.first_token_at is not None)
-            self.prefills.append((read - started) / absent)
             self.running += added

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, describe, load_from
-from toolkit.terminal import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
+from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:
     from toolkit.commands.chat_session import Exchange

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from typing import TYPE_CHECKING, Any
 
-from toolkit.commands.model_arguments import errors_with_flags
-from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
+from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
+from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.plan.gpus import gpu_named
-from toolkit.plan.plan_request import PlanRequest
+
+if TYPE_CHECKING:  # the parser is built without torch
+    from toolkit.plan.model_size import DraftCost, ModelSize
 
 HELP = "plan a deployment on SGLang or vLLM: layout, draft length by batch, launch lines, predicted throughput"
 FIGURES = {
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--layout",
         metavar="L",
-        help="the layout of decoding engines: tp8 (tensor parallel, 8 GPUs), dp16 (data parallel attention, 16 GPUs) "
+        help="the layout of the engines: tp8 (tensor parallel, 8 GPUs), dp16 (data parallel attention, 16 GPUs) "
         "(default: all are tried)",
     )
     engine.add_argument(
@@ -78,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the engine does not schedule the next step while the GPU computes this one",
     )
-    parser.epilog = "Only chains are planned. The model is in toolkit/plan/step_time.py, its queue in deployment.py."
+    parser.epilog = (
+        "Only chains are planned, and engines that both read prompts and decode. The model is in "
+        "toolkit/plan/step_time.py, its queue in deployment.py."
+    )
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,68 +99,77 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan, or the published cases."""
+    """Prints the plan with its launch lines, or the published cases. Raises `ArgumentsError`, `PlanError`."""
     if args.published:
-        _check_alone(args)
-        from toolkit.plan.plan_text import published_text  # loads torch
+        from toolkit.plan.published import published_text  # loads torch
 
         print(published_text())
         return 0
-    request = _request(args)
-    from toolkit.plan.make_plan import make_plan  # loads torch
+    if args.target is None or args.input is None or args.output is None:
+        raise ArgumentsError("a TARGET, --input and --output are needed (and --concurrency or --rate)")
+    if min(args.gpus, args.gpus_per_node) < 1:
+        raise ArgumentsError("--gpus and --gpus-per-node need at least 1")
+    if args.draft is not None and args.head is not None:
+        raise ArgumentsError("--draft and --head are both given; leave --head out, the directory states its kind")
+    only = None if args.layout is None else _layout(args.layout)
+    if args.step_ms is not None and only is None:
+        raise ArgumentsError("--step-ms is measured with one layout; name it with --layout, such as tp8")
+    from toolkit.plan.deployment import Planner, Workload, plan_text
+    from toolkit.plan.launch import EXPORTED, launch_lines
+    from toolkit.plan.model_size import target_size
+    from toolkit.plan.step_time import Costs, Layout, calibrated, gpu_named
 
-    with errors_with_flags():
-        text = make_plan(request)
-    print(text)
+    figures = {name: getattr(args, f"gpu_{name.replace('-', '_')}") for name in FIGURES}
+    gpu = gpu_named(
+        args.gpu, {GPU_FIELDS.get(name, name): value for name, value in figures.items() if value is not None}
+    )
+    limit = None if args.max_tpot_ms is None else args.max_tpot_ms / 1000
+    work = Workload(args.input, args.output, args.concurrency, args.rate, limit)
+    size, config, source, revision = target_size(args.target, args.weight_bits)
+    draft, costs, overlap = _draft(args, size, config, source, revision), Costs(), not args.no_overlap
+    if args.step_ms is not None and only is not None:
+        steps = {requests: ms / 1000 for requests, ms in numbers_by_count("--step-ms", args.step_ms).items()}
+        layout, context = Layout(*only, node=args.gpus_per_node), work.input + work.output / 2
+        costs = calibrated(size, gpu, layout, costs, steps, context=context, overlap=overlap)
+    planner = Planner(size, draft, gpu, work, costs, args.gpus_per_node, overlap, only)
+    best = planner.best(args.gpus)
+    table = planner.table(best)
+    parts = [plan_text(planner, best, table)]
+    if args.draft is not None and best.batch.drafts:
+        words = ["toolkit", "export", "--draft", args.draft, "--to", args.engine, "--out", EXPORTED, "--target", source]
+        parts.append(f"the head is exported first: {shlex.join(words)}")
+    model = [source, *([] if revision is None else ["--revision", revision])]
+    print("\n\n".join([*parts, "\n".join(launch_lines(args.engine, model, best, draft, table))]))
     return 0
 
 
-def _check_alone(args: argparse.Namespace) -> None:
-    """--published lists the same figures whatever else is typed."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = vars(parser.parse_args(["--published"]))
-    typed = [name for name, default in defaults.items() if getattr(args, name) != default]
-    if typed:
-        names = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in typed)
-        raise ArgumentsError(f"--published takes no other argument, and {names} are given; leave them out")
+def _draft(
+    args: argparse.Namespace, size: ModelSize, config: Any, source: str, revision: str | None
+) -> DraftCost | None:
+    """Return the head of the plan, if any. source, revision: the target's, on which a head's layers may depend."""
+    from toolkit.checkpoint.open_head import open_head
+    from toolkit.plan.launch import EXPORTED, check_servable
+    from toolkit.plan.model_size import DraftCost, check_accept_lengths, head_size, measured_accept_lengths, usual_draft
 
-
-def _request(args: argparse.Namespace) -> PlanRequest:
-    """The arguments as a request. Raises `ArgumentsError`, `PlanError`."""
-    if args.target is None or args.input is None or args.output is None:
-        raise ArgumentsError("a TARGET, --input and --output are needed (and --concurrency or --rate)")
-    for name in ("gpus", "gpus_per_node"):
-        if getattr(args, name) < 1:
-            raise ArgumentsError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1 is needed")
-    if args.draft is not None and args.head is not None:
-        raise ArgumentsError(
-            "--draft and --head are both given; leave --head out, the directory states the kind of its head"
-        )
-    layout = None if args.layout is None else _layout(args.layout)
-    steps = None if args.step_ms is None else step_seconds(args.step_ms)
-    if steps is not None and layout is None:
-        raise ArgumentsError("--step-ms is measured with one layout; name it with --layout, such as tp8")
-    figures = {name: value for name in FIGURES if (value := getattr(args, f"gpu_{name.replace('-', '_')}")) is not None}
-    return PlanRequest(
-        args.target,
-        args.input,
-        args.output,
-        gpu_named(args.gpu, {GPU_FIELDS.get(name, name): value for name, value in figures.items()}),
-        concurrency=args.concurrency,
-        rate=args.rate,
-        max_tpot_s=None if args.max_tpot_ms is None else args.max_tpot_ms / 1000,
-        gpus=args.gpus,
-        node=args.gpus_per_node,
-        layout=layout,
-        step_s=steps,
-        weight_bits=args.weight_bits,
-        overlap=not args.no_overlap,
-        draft=args.draft,
-        head=args.head,
-        accept_lengths=args.accept_lengths,
-        engine=args.engine,
-    )
+    lengths = None
+    if args.accept_lengths is not None:
+        lengths = check_accept_lengths(numbers_by_count("--accept-lengths", args.accept_lengths))
+    if args.draft is not None:
+        found = open_head(args.draft, target=source, revision=revision)
+        check_servable(args.engine, found)
+        for what, theirs in (("hidden_size", size.hidden_size), ("vocab_size", config.vocab_size)):
+            own = getattr(found.head.config, what)
+            if own != theirs:
+                raise PlanError(
+                    f"the head in {args.draft} has {what} {own}, {size.name} {theirs}: it belongs to another target"
+                )
+        stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
+        return DraftCost(found.kind, head_size(found.head, size), *stated, path=EXPORTED, config=found.head.config)
+    if lengths is not None:
+        return usual_draft(args.head, config, size, lengths)
+    if args.head is not None:
+        raise PlanError(f"--head is {args.head}, but accept lengths are missing; give --accept-lengths 1:A,2:B")
+    return None
 
 
 def _layout(text: str) -> tuple[int, bool]:

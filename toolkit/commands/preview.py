@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from itertools import groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.jsonl import DataError, read_rows
+from toolkit.log import DIM, END, GREEN, UNPRINTABLE, YELLOW
+
+if TYPE_CHECKING:  # the parser is built without torch
+    from transformers import PreTrainedTokenizerBase
+
+    from toolkit.data.batches import Example
 
 HELP = "show which tokens of rollouts a training supervises"
 LEGEND = (
@@ -45,12 +54,53 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+CONTEXT, FIRST, SUPERVISED = "context", "first", "supervised"
+COLOURS = {CONTEXT: DIM, FIRST: YELLOW, SUPERVISED: GREEN}
+MARKS = {CONTEXT: ("", ""), FIRST: ("(", ")"), SUPERVISED: ("[", "]")}
+
+
 def show(
     rollouts: Path, target: str | None, split: str, limit: int, max_length: int, *, revision: str | None = None
 ) -> None:
-    """Prints the first rollouts of a split, in colours on a terminal. Raises `DataError`."""
-    from toolkit.data.preview import preview  # loads torch
+    """Print the first rollouts of a split, in the order of training and in colours on a terminal, then the totals.
+
+    target: the model whose tokenizer is used; None: the target that wrote the rollouts. Raises `DataError` when the
+    rollouts do not name it.
+    """
+    from toolkit.data.examples import load_examples
+    from toolkit.targets.load import load_tokenizer
 
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in preview(rollouts, target, split, limit, max_length, revision=revision, coloured=coloured):
-        print(line)
+    examples, cut = load_examples(rollouts, split, max_length)
+    provenance = next(read_rows(rollouts))[1].get("provenance") or {}
+    name = target or provenance.get("target")
+    if name is None:
+        raise DataError(f"{rollouts} does not name the target that wrote it; give it with --target")
+    tokenizer = load_tokenizer(name, revision)
+    for example in islice(examples, limit):
+        kinds = token_kinds(example.response)
+        print(f"{example.id}: {kinds.count(SUPERVISED)} of {len(kinds)} tokens supervised")
+        print(painted(example, kinds, tokenizer, coloured) + "\n")
+    total = sum(token_kinds(example.response).count(SUPERVISED) for example in examples)
+    print(f"{len(examples)} {split} rollouts, {total} supervised tokens at step 0; {cut} cut to {max_length}")
+
+
+def token_kinds(response: list[bool]) -> list[str]:
+    """Return the kind of each token: context, first (A0 of an answer) or supervised, as `supervised_mask` at step 0."""
+    before = [False, *response[:-1]]
+    return [
+        CONTEXT if not inside else SUPERVISED if earlier else FIRST
+        for inside, earlier in zip(response, before, strict=True)
+    ]
+
+
+def painted(example: Example, kinds: list[str], tokenizer: PreTrainedTokenizerBase, coloured: bool) -> str:
+    """Return the rollout's text with a colour or mark per kind; special tokens are shown."""
+    parts = []
+    for kind, run_of in groupby(zip(kinds, example.input_ids, strict=True), key=lambda pair: pair[0]):
+        text = tokenizer.decode([token for _, token in run_of], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "the ids of one rollout decode to one text"
+        text = text.translate(UNPRINTABLE)
+        opening, closing = (COLOURS[kind], END) if coloured else MARKS[kind]
+        parts.append(f"{opening}{text}{closing}")
+    return "".join(parts)

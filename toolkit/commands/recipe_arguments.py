@@ -31,15 +31,15 @@ def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
     return run_stages(run.folder, recipe_stages(run), only=stage, force=stage if force else None)[-1]
 
 
-def step_seconds(text: str) -> dict[int, float]:
-    """--step-ms 1:7.1,32:9 -> seconds by requests a rank. Raises `ArgumentsError`."""
+def numbers_by_count(flag: str, text: str) -> dict[int, float]:
+    """`1:7.1,32:9` -> {1: 7.1, 32: 9.0}. Raises `ArgumentsError` unless all are above 0."""
     found = {}
     for pair in text.split(","):
-        requests, colon, value = pair.partition(":")
+        count, _, value = pair.partition(":")
         try:
-            found[int(requests)] = float(value) / 1000
+            found[int(count)] = float(value)
         except ValueError:
-            colon = ""
-        if not colon or int(requests) < 1 or found[int(requests)] <= 0:
-            raise ArgumentsError(f"--step-ms {pair!r}: REQUESTS:MS is needed, both above 0, such as 1:7.1,32:9")
+            found = {0: 0.0}
+        if min(found) < 1 or min(found.values()) <= 0:
+            raise ArgumentsError(f"{flag} {pair!r}: COUNT:NUMBER is needed, both above 0, such as 1:7.1,32:9")
     return found

@@ -12,9 +12,9 @@ from toolkit.commands.prompt_arguments import (
     add_size_arguments,
     prompt_settings,
 )
-from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
+from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
 from toolkit.pipeline.launch import set_threads
-from toolkit.plan.gpus import gpu_named
+from toolkit.plan.step_time import gpu_named
 
 HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
 
@@ -24,13 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1], metavar="B", help="requests decoded at once, one or several sizes"
-    )
-    parser.add_argument(
-        "--objective",
-        choices=("tokens-per-s", "itl", "ttft"),
-        default="tokens-per-s",
-        help="what is best: tokens per second of the batch; the mean time between tokens of a request; the time to the "
-        "first token of a request that arrives during a round (half a round and its prompt)",
     )
     parser.add_argument("--top-k", type=int, nargs="+", metavar="K", help="branches per node (default: 1 2 4 8)")
     add_size_arguments(parser)
@@ -66,10 +59,11 @@ def run(args: argparse.Namespace) -> int:
     stray = next((name for name in ("gpu", "step_ms") if getattr(args, name) is not None), None)
     if args.engine is None and stray is not None:
         raise ArgumentsError(f"{flag_of(stray)} is for another engine; name it with --for")
-    if args.engine is not None and (args.out is not None or args.objective != "tokens-per-s"):
-        given = "--objective" if args.out is None else "--out"
-        raise ArgumentsError(f"{given} is for a search here; with --for, flags for tokens per second are printed")
-    steps = None if args.step_ms is None else step_seconds(args.step_ms)
+    if args.engine is not None and args.out is not None:
+        raise ArgumentsError("--out is for a search here; with --for, flags are printed")
+    steps = None
+    if args.step_ms is not None:
+        steps = {requests: ms / 1000 for requests, ms in numbers_by_count("--step-ms", args.step_ms).items()}
     gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
@@ -81,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         largest = largest_shapes(top_ks, args.num_steps, args.num_draft_tokens)
         config, seed = engine_config(args), args.seed
         if args.engine is None:
-            print(*search_head(config, wanted, seed, largest, batches, args.objective, args.out), sep="\n")
+            print(*search_head(config, wanted, seed, largest, batches, args.out), sep="\n")
         else:
             print(search_elsewhere(config, wanted, seed, args.engine, gpu, largest, batches, steps))
     return 0

@@ -1,42 +1,54 @@
-"""Answers by several OpenAI-compatible servers, in place of the bundled engine.
+"""Answers of the target by OpenAI-compatible servers: vLLM, SGLang, llama.cpp, `toolkit serve`.
 
-All servers take requests from one queue. A failed request goes back to it, so that another server takes it. The server
-that failed rests, longer after each failure, and then has to show its model again. When all servers have failed
-MOST_FAILURES times in a row, the run ends. A server that is busy rests too, but it has not failed.
+Prompts go to /v1/completions as token ids, so that the chat template is rendered here alone. Where the server returns
+token ids (`return_token_ids` of vLLM, SGLang and ours) these are the answer. Else its text is tokenised behind the
+prompt's. These are the ids that the target wrote only if the prompt's ids stay the same and the answer's have the
+number that the server states; other answers are NO_ROUND_TRIP. A prompt that a server refuses although it answers
+others, as one beyond a context length that its model card does not state, is REFUSED.
+
+All servers take requests from one queue, and the client tries each again where that may help. A request that failed
+goes back to the queue, and the server that failed it rests, and then has to show its model again. The run ends when all
+servers have failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-import httpx
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Timeout
 
-from toolkit.data.generation import GenerationRequest, GenerationResult
-from toolkit.data.openai_server import OpenAIServer, ServerError, Unavailable
+from toolkit.data.chat_template import decode, encode
+from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.log import get_logger
 from toolkit.targets.facts import ServedTarget
+from toolkit.targets.target import end_of_turn_id
 
 logger = get_logger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0  # it doubles with each failure
-MOST_FAILURES = 8  # about a minute and a half
+RETRIES = 12  # of the client for one request: about a minute
+REST_S = 10.0  # of a server that failed them all
+READ_TIMEOUT_S = 600.0  # and a second for each token of an answer
+TOO_LONG = (400, 413)  # what servers say to a prompt beyond their context, and to other requests that they cannot read
+LATER = (408, 409, 425, 429)  # these, and all from 500, may succeed later
+# Sampling by temperature and top_p alone: the defaults of servers come from the target's generation config.
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-@dataclass
-class _Member:
-    """A server in the pool. rests, failures: since its last answer. resume_at: time.monotonic() of its next request."""
+class ServerError(ValueError):
+    """No server answers, or one refuses a request, or serves another model."""
 
-    server: OpenAIServer
-    rests: int = 0
-    failures: int = 0
-    resume_at: float = 0.0
-    error: str = ""
+
+class _Failed(Exception):
+    """A request failed, and may succeed later, here or on another server."""
+
+
+class _Refused(ServerError):
+    """A server refuses a request, perhaps because of its prompt."""
 
 
 class ServerPool:
@@ -48,12 +60,7 @@ class ServerPool:
 
     def __init__(self, target: ServedTarget, per_server: int) -> None:
         self._target, self._per_server = target, per_server
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-        self._members = [_Member(OpenAIServer(url, target, self._client)) for url in server_urls(target.servers)]
+        self._servers = [_Server(url, target) for url in server_urls(target.servers)]
         self._runner = asyncio.Runner()  # its loop runs only inside of our methods: no thread shares anything
 
     def __enter__(self) -> ServerPool:
@@ -72,12 +79,12 @@ class ServerPool:
     @property
     def at_once(self) -> int:
         """Requests that all servers together have at once."""
-        return self._per_server * len(self._members)
+        return self._per_server * len(self._servers)
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer for which the target and the servers have room. Raises `ServerError`."""
-        stated = (self._target.max_context, *(one.server.context_length for one in self._members))
+        stated = (self._target.max_context, *(one.context_length for one in self._servers))
         known = [length for length in stated if length is not None]
         if not known:
             raise ServerError(
@@ -88,11 +95,20 @@ class ServerPool:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
         """A `GenerateFn`. Raises `ServerError` if a server refuses a request, and when no server answers any more."""
-        wave = _Wave(requests)
-        workers = self._runner.run(self._start(wave))
+        todo: asyncio.Queue[int] = asyncio.Queue()
+        done: asyncio.Queue[tuple[int, GenerationResult] | Exception] = asyncio.Queue()
+        for index in range(len(requests)):
+            todo.put_nowait(index)
+
+        async def start() -> list[asyncio.Task[None]]:
+            count = min(self._per_server, len(requests))
+            work = [self._work(one, requests, todo, done) for one in self._servers for _ in range(count)]
+            return [asyncio.create_task(one) for one in work]
+
+        workers = self._runner.run(start())
         try:
             for _ in requests:
-                answered = self._runner.run(wave.done.get())
+                answered = self._runner.run(done.get())
                 if isinstance(answered, Exception):
                     raise answered
                 yield answered
@@ -100,66 +116,42 @@ class ServerPool:
             for worker in workers:
                 worker.cancel()
 
-    async def _start(self, wave: _Wave) -> list[asyncio.Task[None]]:
-        count = min(self._per_server, len(wave.requests))
-        return [asyncio.create_task(self._work(one, wave)) for one in self._members for _ in range(count)]
-
-    async def _work(self, one: _Member, wave: _Wave) -> None:
-        """Answer requests of the wave until cancelled. An error ends up in `done`."""
+    async def _work(
+        self,
+        server: _Server,
+        requests: Sequence[GenerationRequest],
+        todo: asyncio.Queue[int],
+        done: asyncio.Queue[tuple[int, GenerationResult] | Exception],
+    ) -> None:
+        """Answer requests until cancelled. An error ends up in `done`."""
         try:
             while True:
-                while (rest := one.resume_at - time.monotonic()) > 0:
-                    await asyncio.sleep(rest)
-                await self._answer_next(one, wave)
+                async with server.lock:
+                    while server.error:
+                        await asyncio.sleep(REST_S)
+                        await server.identify()  # it may have started again, with another model
+                index = await todo.get()
+                try:
+                    done.put_nowait((index, await server.answer(requests[index])))
+                except _Failed as error:
+                    todo.put_nowait(index)
+                    logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
+                    server.error = str(error)
+                    if all(one.error for one in self._servers):
+                        raise ServerError(self._silent("no server answers any more")) from error
         except Exception as error:  # `generate` raises it
-            wave.done.put_nowait(error)
-
-    async def _answer_next(self, one: _Member, wave: _Wave) -> None:
-        index = await wave.todo.get()
-        began = time.monotonic()
-        try:
-            if one.rests:  # it may have started again, with another model
-                await one.server.identify()
-            result = await one.server.answer(wave.requests[index])
-        except Unavailable as error:
-            wave.todo.put_nowait(index)
-            self._failed(one, began, error)
-            return
-        if one.rests:
-            logger.info("%s answers again", one.server.url)
-        one.rests = one.failures = 0
-        wave.done.put_nowait((index, result))
-
-    def _failed(self, one: _Member, began: float, error: Unavailable) -> None:
-        """Let the server rest. Failures of requests from before its last rest are one failure."""
-        again = began >= one.resume_at
-        one.rests += again
-        one.failures += again and not error.busy
-        one.error = str(error)
-        doubled = FIRST_WAIT_S * 2 ** min(max(one.rests - 1, 0), 10)
-        wait = max(min(doubled, LONGEST_WAIT_S), error.wait)
-        one.resume_at = max(one.resume_at, time.monotonic() + wait)
-        if again and one.rests in (1, MOST_FAILURES):
-            logger.warning("%s: %s; it is asked again in %.0f s", one.server.url, error, wait)
-        if all(other.failures >= MOST_FAILURES for other in self._members):
-            raise ServerError(self._silent("no server answers any more"))
+            done.put_nowait(error)
 
     async def _identify_all(self) -> None:
-        await asyncio.gather(*map(self._identify, self._members))
-        if all(one.failures for one in self._members):
+        await asyncio.gather(*(one.identify() for one in self._servers))
+        if all(one.error for one in self._servers):
             raise ServerError(self._silent("no server answers"))
-        for one in self._members:
-            if one.failures:
-                logger.warning("%s: %s; it gets requests when it answers", one.server.url, one.error)
-
-    async def _identify(self, one: _Member) -> None:
-        try:
-            await one.server.identify()
-        except Unavailable as error:
-            one.rests, one.failures, one.error = 1, 1, str(error)
+        for one in self._servers:
+            if one.error:
+                logger.warning("%s: %s; it gets requests when it answers", one.url, one.error)
 
     def _silent(self, what: str) -> str:
-        lines = "".join(f"\n  {one.server.url}: {one.error}" for one in self._members)
+        lines = "".join(f"\n  {one.url}: {one.error}" for one in self._servers)
         return f"{what}:{lines}\nstart a server and type the command again: what was answered is kept"
 
     def _close(self) -> None:
@@ -172,18 +164,137 @@ class ServerPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        for one in self._servers:
+            await one.client.close()
 
 
-class _Wave:
-    """The requests of one call. todo: indices that no server works on. done: results and errors."""
+class _Server:
+    """url: ends in /v1. `model`, `provenance` and `context_length` are known after `identify`. error: why it rests."""
 
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
-        self.requests = requests
-        self.todo: asyncio.Queue[int] = asyncio.Queue()
-        for index in range(len(requests)):
-            self.todo.put_nowait(index)
-        self.done: asyncio.Queue[tuple[int, GenerationResult] | Exception] = asyncio.Queue()
+    def __init__(self, url: str, target: ServedTarget) -> None:
+        self.url, self._target = url, target
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.client = AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES)
+        self.model, self.error = "", ""
+        self.provenance: dict[str, Any] = {}
+        self.context_length: int | None = None
+        self.lock = asyncio.Lock()
+        self._answers = False  # some prompt, since `identify`
+        end_of_turn = end_of_turn_id(target.tokenizer)
+        self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
+
+    async def identify(self) -> None:
+        """Find the target among the server's models, and set `error` if it cannot be asked.
+
+        Raises `ServerError` if it serves another model.
+        """
+        try:
+            listed = await self._ask("/models")
+        except _Failed as failed:
+            self.error = str(failed)
+            return
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise ServerError(f"{self.url}/models lists no models as OpenAI's API does; give the URL of such a server")
+        wanted, name = self._target.served_model, self._target.name
+        if wanted is not None:
+            card = next((one for one in cards if one["id"] == wanted), None)
+        else:  # `root` (vLLM, SGLang) is what was loaded under the name `id`
+            card = next(
+                (one for one in cards if same_model(name, one["id"]) or same_model(name, one.get("root"))), None
+            )
+        if card is None:
+            asked = f"the target is {name!r}" if wanted is None else f"rollouts.server_model is {wanted!r}"
+            raise ServerError(
+                f"{self.url} serves {', '.join(repr(one['id']) for one in cards) or 'no model'}, but {asked}; serve "
+                "the target there, or set rollouts.server_model to the name that the target has there"
+            )
+        self.error, self._answers = "", False
+        self.model, self.context_length = card["id"], card.get("max_model_len")
+        self.provenance = {"model": self.model, "engine": card.get("owned_by")}
+        logger.info("%s answers as %s", self.url, self.provenance)
+
+    async def answer(self, request: GenerationRequest) -> GenerationResult:
+        """Raises `ServerError` if the server refuses the request, `_Failed` if it fails."""
+        body = {
+            "model": self.model,
+            "prompt": request.prompt_ids,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "stop_token_ids": sorted(self._target.stop_ids),
+            "return_token_ids": True,
+            **NEUTRAL,
+        }
+        try:
+            reply = await self._ask("/completions", body)
+        except _Refused as error:
+            if not self._answers:  # one id, to learn whether the prompt is the reason
+                await self._ask("/completions", {**body, "prompt": request.prompt_ids[:1], "max_tokens": 1})
+                self._answers = True
+                logger.warning("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
+            return GenerationResult([], REFUSED, server=self.provenance)
+        self._answers = True
+        try:
+            choice, model = reply["choices"][0], reply.get("model", self.model)
+            reason, ids = choice["finish_reason"], choice.get("token_ids")
+            if ids is None:
+                ids = self._tokenised(request.prompt_ids, choice, reply["usage"]["completion_tokens"])
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ServerError(
+                f"{self.url}/completions answers in another form than OpenAI's: {_short(reply)}"
+            ) from error
+        if model != self.model:
+            raise ServerError(f"{self.url} was asked for the model {self.model!r}, but {model!r} answered")
+        if reason not in ("stop", "length"):  # it shuts down, for example
+            raise _Failed(f"an answer ended with finish_reason {reason!r}")
+        stopped = bool(ids) and ids[-1] in self._target.stop_ids
+        if ids is None or (reason == "stop" and not stopped):
+            return GenerationResult([], NO_ROUND_TRIP, server=self.provenance)
+        return GenerationResult(ids, "stop" if stopped else "length", server=self.provenance)
+
+    def _tokenised(self, prompt: Sequence[int], choice: Mapping[str, Any], count: int) -> list[int] | None:
+        """The ids of an answer's text, and the stop id, if they are `count`; else None."""
+        tokenizer = self._target.tokenizer
+        whole = encode(tokenizer, decode(tokenizer, prompt) + choice["text"])
+        ids = whole[len(prompt) :]
+        if choice["finish_reason"] == "stop":
+            stated = (choice.get("matched_stop"), choice.get("stop_reason"))  # of SGLang, of vLLM
+            ids.append(next((one for one in stated if one in self._target.stop_ids), self._end_id))
+        return ids if whole[: len(prompt)] == list(prompt) and len(ids) == count else None
+
+    async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of a reply: of a POST with a body, which is tried again, else of a GET.
+
+        Raises `_Failed`, `_Refused`, `ServerError`.
+        """
+        try:
+            if body is None:
+                once = self.client.with_options(max_retries=0, timeout=30.0)
+                return await once.get(path, cast_to=object)
+            limit = Timeout(READ_TIMEOUT_S + body["max_tokens"], connect=30.0)
+            return await self.client.post(path, cast_to=object, body=body, options={"timeout": limit})
+        except APIConnectionError as error:
+            raise _Failed(f"{type(error.__cause__ or error).__name__} {error.__cause__ or error}") from error
+        except APIStatusError as error:
+            said = f"status {error.status_code}: {_short(error.response.text)}"
+            if error.status_code in LATER or error.status_code >= 500:
+                raise _Failed(said) from error
+            hint = "; set OPENAI_API_KEY to its key" if error.status_code in (401, 403) else ""
+            kind = _Refused if error.status_code in TOO_LONG else ServerError
+            raise kind(f"{self.url}{path} refuses ({said}){hint}") from error
+
+
+def same_model(target: str, name: str | None) -> bool:
+    """Whether a server's name is the target's: equal hub ids in any case, folders with one real path, or the same last
+    part where one of them has no organisation or folder and so does not contradict."""
+    if not name:
+        return False
+    if target.lower() == name.lower() or (Path(target).exists() and os.path.realpath(target) == os.path.realpath(name)):
+        return True
+    (before, _, mine), (after, _, theirs) = (one.rstrip("/").rpartition("/") for one in (target, name))
+    return not (before and after) and mine.removesuffix(".gguf").lower() == theirs.removesuffix(".gguf").lower()
 
 
 def server_urls(servers: Sequence[str]) -> list[str]:
@@ -191,24 +302,19 @@ def server_urls(servers: Sequence[str]) -> list[str]:
 
     Raises `ServerError` for what is neither.
     """
-    found: list[str] = []
+    listed: list[str] = []
     for one in servers:
-        listed = [one]
-        if not _is_url(one) and Path(one).is_file():
-            lines = (line.strip() for line in Path(one).read_text(encoding="utf-8").splitlines())
-            listed = [line for line in lines if line and not line.startswith("#")]
-        for url in listed:
-            if not _is_url(url):
-                place = "" if url == one else f" in {one}"
-                raise ServerError(
-                    f"rollouts.server: {url!r}{place} is neither a URL nor a file with one a line; write a URL as "
-                    "http://host:8000/v1"
-                )
-            found.append(f"{url.rstrip('/').removesuffix('/v1')}/v1")
-    if not found:
-        raise ServerError(f"rollouts.server: {', '.join(servers)} lists no URL; write one a line")
-    return list(dict.fromkeys(found))
+        lines = Path(one).read_text(encoding="utf-8").splitlines() if Path(one).is_file() else [one]
+        listed += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    wrong = next((url for url in listed if not url.startswith(("http://", "https://"))), None)
+    if wrong is not None or not listed:
+        raise ServerError(
+            f"rollouts.server: {wrong or ', '.join(servers)!r} is neither a URL nor a file with one a line; write a "
+            "URL as http://host:8000/v1"
+        )
+    return list(dict.fromkeys(f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in listed))
 
 
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."

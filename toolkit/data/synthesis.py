@@ -11,6 +11,7 @@ other batches, so texts may differ where two draws were nearly equal.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import ChatTemplateError, decode, encode, render_text, special_ids
 from toolkit.data.conversations import Conversation, write_conversations
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
-from toolkit.data.prompt_filters import rejection, words_of
-from toolkit.data.rollout_files import drop_unanswered
+from toolkit.data.rollouts import drop_unanswered
 from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import PromptSettings
@@ -230,3 +230,56 @@ def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], systems: Sequence[
         }
     write_conversations(out, conversations, provenance)
     return stats
+
+
+# CJK text has no spaces between words: each character counts as a word.
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+(?:['’\-][^\W_{_CJK}]+)*")
+_ROLE = re.compile(r"\s*[<\[(#*]*\s*(system|user|assistant|human|model|bot|ai)\b\s*[>\])#*]*\s*(:|\n)", re.IGNORECASE)
+NGRAM = 3
+MAX_REPEATED_NGRAMS = 0.3
+MAX_RUN = 6
+MIN_PRINTABLE = 0.95
+MIN_LETTERS = 0.5
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Return lower-case words without punctuation; two prompts with equal words are duplicates."""
+    return tuple(word.lower() for word in _WORD.findall(text))
+
+
+def rejection(text: str, min_words: int, max_words: int) -> str | None:
+    """Return why `text` is unusable: empty, not_text, role_name, too_short, too_long or repetition; None if usable."""
+    if not text.strip():
+        return "empty"
+    if not _mostly_text(text):
+        return "not_text"
+    if _ROLE.match(text):
+        return "role_name"
+    words = words_of(text)
+    if len(words) < min_words:
+        return "too_short"
+    if len(words) > max_words:
+        return "too_long"
+    return "repetition" if _repeats(text, words) else None
+
+
+def _mostly_text(text: str) -> bool:
+    """Whether nearly all characters are printable, and at least half of the non-spaces are letters or digits."""
+    printable = sum(char.isprintable() or char in "\n\t" for char in text) - text.count("\ufffd")
+    solid = [char for char in text if not char.isspace()]
+    letters = sum(char.isalnum() for char in solid)
+    return printable >= MIN_PRINTABLE * len(text) and letters >= MIN_LETTERS * len(solid)
+
+
+def _repeats(text: str, words: tuple[str, ...]) -> bool:
+    """Whether one word or character repeats many times in a row, or too many word n-grams occur more than once."""
+    longest = run = 1
+    for before, word in zip(words, words[1:], strict=False):
+        run = run + 1 if word == before else 1
+        longest = max(longest, run)
+    if longest >= MAX_RUN or re.search(r"(\S)\1{11,}", text):
+        return True
+    ngrams = Counter(zip(*(words[start:] for start in range(NGRAM)), strict=False))
+    total = ngrams.total()
+    return total >= 2 * NGRAM and (total - len(ngrams)) / total > MAX_REPEATED_NGRAMS

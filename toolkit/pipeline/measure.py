@@ -18,25 +18,25 @@ from toolkit.bench.acceptance import (
     measure_acceptance,
     measured_summary,
 )
-from toolkit.bench.answers import Sampling
 from toolkit.bench.check import open_checked
-from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import (
     NUM_DRAFT_TOKENS,
     NUM_STEPS,
     TOP_KS,
+    draw_surface,
+    forecast_record,
     forecast_surface,
     largest_shape,
+    print_surface,
     replay_answers,
+    rollout_answers,
     supported_shapes,
 )
 from toolkit.bench.prompts import BUILTIN, limited
 from toolkit.bench.records import command_line, machine_name, write_record
-from toolkit.bench.report import write_page
-from toolkit.bench.rollout_answers import rollout_answers
+from toolkit.bench.report import RunData, write_page
 from toolkit.bench.rows import headline_row, is_slower, lookup_row
-from toolkit.bench.run_folder import RunData
-from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
+from toolkit.bench.side_by_side import Sampling, Trial
 from toolkit.bench.table import (
     count_of,
     length_text,

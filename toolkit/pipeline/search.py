@@ -16,11 +16,18 @@ from typing import Any, Literal
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from toolkit.bench.acceptance import describe_draft, describe_token_map, measured_target
-from toolkit.bench.engine_context import Trial
 from toolkit.bench.forecast import Surface, forecast_surface
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
-from toolkit.bench.search import Objective, Setting, confirm, finalists, most_of, predict, winner
-from toolkit.bench.search_table import print_search
+from toolkit.bench.search import (
+    Setting,
+    confirm,
+    covering_shape,
+    finalists,
+    predict,
+    print_search,
+    winner,
+)
+from toolkit.bench.side_by_side import Trial
 from toolkit.bench.step_times import StepTimes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
@@ -31,8 +38,8 @@ from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
 from toolkit.pipeline.measure import open_trial, prompts_from
 from toolkit.pipeline.stages import progress_bar
-from toolkit.plan.engine_settings import check_servable, settings_text
-from toolkit.plan.gpus import Gpu
+from toolkit.plan.launch import check_servable, settings_text
+from toolkit.plan.step_time import Gpu
 from toolkit.recipe import BenchSettings
 from toolkit.targets.facts import target_facts
 from toolkit.targets.target import Target
@@ -49,7 +56,6 @@ def search_head(
     seed: int,
     largest: Sequence[DraftShape],
     batches: Sequence[int],
-    objective: Objective = "tokens-per-s",
     out: Path | None = None,
 ) -> list[Path]:
     """Search the settings of `config.draft` at each batch size, and print them. Returns the paths of what was written:
@@ -61,9 +67,8 @@ def search_head(
     draft, target = trial.draft, trial.target
     earlier = draft.meta.pop("search", None)  # nothing starts from what an earlier search found
     started = time.perf_counter()
-    surface, rows, best, known = search_settings(trial, largest, batches, objective)
+    surface, rows, best, known = search_settings(trial, largest, batches)
     settings = {
-        "objective": objective,
         "batches": list(batches),
         "shapes": len(surface.shapes()),
         "prompts": prompts_from(wanted),
@@ -130,7 +135,7 @@ def _no_place(draft: DraftCheckpoint) -> str | None:
 
 
 def search_settings(
-    trial: Trial, largest: Sequence[DraftShape], batches: Sequence[int], objective: Objective
+    trial: Trial, largest: Sequence[DraftShape], batches: Sequence[int]
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Search over loaded models, with progress. Returns the surface, the record's rows, the best setting by batch size,
     and the times for adaptive drafting."""
@@ -144,33 +149,31 @@ def search_settings(
     for batch in batches:
         own = trial.at_batch(batch)
         with progress_bar(f"[{next(part)}/{parts}] step times at batch {batch}", "round") as show:
-            times = measure_step_times(own, surface.shapes(), texts, partial(_finalists, surface, objective), show)
+            times = measure_step_times(own, surface.shapes(), texts, partial(_finalists, surface), show)
         predictions = predict(surface, times)
-        chosen = finalists(predictions, objective)
+        chosen = finalists(predictions)
         with progress_bar(f"[{next(part)}/{parts}] end to end at batch {batch}", "answer") as show:
-            measured = confirm(own, chosen, times, objective, show)
-        first = winner(measured, objective)
+            measured = confirm(own, chosen, times, show)
+        first = winner(measured)
         by_name = {one.name: one for one in measured}
         rows += [_row(batch, by_name.get(one.name, one), one) for one in predictions]
         rows.append(_row(batch, by_name[ADAPTIVE], by_name[ADAPTIVE]))
-        fixed = winner([by_name[one.name] for one in chosen], objective)
-        best[str(batch)] = {"setting": first.name, "shape": fixed.name, "adaptive_shape": most_of(chosen).as_text()}
+        fixed = winner([by_name[one.name] for one in chosen])
+        best[str(batch)] = {
+            "setting": first.name,
+            "shape": fixed.name,
+            "adaptive_shape": covering_shape(chosen).as_text(),
+        }
         known.append(times.to_json())
     return surface, rows, best, known
 
 
-def _finalists(surface: Surface, objective: Objective, times: StepTimes) -> list[DraftShape]:
-    return [one.shape for one in finalists(predict(surface, times), objective) if one.shape is not None]
+def _finalists(surface: Surface, times: StepTimes) -> list[DraftShape]:
+    return [one.shape for one in finalists(predict(surface, times)) if one.shape is not None]
 
 
 def _row(batch: int, one: Setting, forecast: Setting) -> dict[str, Any]:
     """A row of the record. forecast: the setting before it was run end to end."""
-    figures = {"predicted": one.predicted, "measured": one.measured}
-    named = {
-        f"{when}_{what}": None if found is None else getattr(found, what)
-        for when, found in figures.items()
-        for what in ("tokens_per_s", "itl_s", "ttft_s")
-    }
     parts = forecast.parts
     return {
         "batch": batch,
@@ -180,7 +183,8 @@ def _row(batch: int, one: Setting, forecast: Setting) -> dict[str, Any]:
         "draft_s": None if parts is None else parts.draft_s,
         "verify_s": None if parts is None else parts.verify_s,
         "round_s": None if parts is None else parts.round_s,
-        **named,
+        "predicted_tokens_per_s": one.predicted,
+        "measured_tokens_per_s": one.measured,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.report_figures import coverage_figure
+from toolkit.bench.report import coverage_figure
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.pipeline.token_counts import count_corpora, count_rollouts
 from toolkit.targets.facts import ServedTarget, served_target

@@ -1,12 +1,9 @@
-"""Choose the engines and layouts of a deployment, with prefill and decode together or disaggregated.
+"""Choose the layout of a deployment's engines and the draft length by batch size, and predict its throughput.
 
 A rank serves b requests. Each has `input` prompt tokens (P seconds of prefill) and `output` tokens, which are decoded
-in rounds of T(b) seconds that commit a tokens:
+in rounds of T(b) seconds that commit a tokens; the prefill of other requests interrupts the rounds:
 
-    together        requests per second = 1 / (P + output * T / (a * b))        prefill interrupts the rank's rounds
-    disaggregated   requests per second = min(prefill ranks / P, decode ranks * a * b / (output * T))
-    TPOT            together: T / a + (b - 1) * P / output, as prefill of other requests interrupts decoding;
-                    disaggregated: T / a
+    requests per second of a rank = 1 / (P + output * T / (a * b))        TPOT = T / a + (b - 1) * P / output
 
 Requests that arrive at a rate wait for prefill as in an M/D/1 queue: P * load / (2 * (1 - load)).
 """
@@ -14,19 +11,17 @@ Requests that arrive at a rate wait for prefill as in an M/D/1 queue: P * load /
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError
-from toolkit.plan.draft_cost import DraftCost
-from toolkit.plan.gpus import Gpu
-from toolkit.plan.model_size import ModelSize
-from toolkit.plan.step_time import Costs, Layout, cache_bytes, prefill_s, round_s, weight_bytes
+from toolkit.plan.model_size import DraftCost, ModelSize
+from toolkit.plan.published import CASES, PREDICTED_WITHIN
+from toolkit.plan.step_time import Costs, Gpu, Layout, cache_bytes, prefill_s, round_s, weight_bytes
 
 MEMORY_SHARE = 0.88  # share of GPU memory for weights and cache; the rest is for activations and graphs
-SPLIT_MARGIN = 1.05  # disaggregation must be this much better, as two kinds of engines are harder to operate
-BIGGEST_BATCH = 1024
-IDLE_RATE = 1e-9  # requests per second, so few that none waits
+TABLE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -44,29 +39,11 @@ class Workload:
     max_tpot_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.input < 1 or self.output < 1:
-            raise PlanError(f"input is {self.input} and output is {self.output} tokens; expected at least 1 each")
         if (self.concurrency is None) == (self.rate is None):
             raise PlanError("give exactly one of concurrency (requests in flight) and rate (requests per second)")
-        for name, value in (("concurrency", self.concurrency), ("rate", self.rate), ("TPOT", self.max_tpot_s)):
+        for name, value in vars(self).items():
             if value is not None and value <= 0:
                 raise PlanError(f"{name} is {value}; expected a number above 0")
-
-
-@dataclass(frozen=True)
-class Engines:
-    """`count` engines of one layout."""
-
-    layout: Layout
-    count: int
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.gpus * self.count
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.ranks * self.count
 
 
 @dataclass(frozen=True)
@@ -94,27 +71,21 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class Deployment:
-    """prefill: engines for prefill only; None: `decode` does both. tpot_s includes interruptions by prefill."""
+    """`count` engines of one layout. tpot_s includes interruptions by prefill."""
 
-    decode: Engines
-    prefill: Engines | None
+    layout: Layout
+    count: int
     batch: DecodeBatch
-    most_requests: int
     requests_per_s: float
     tpot_s: float
     ttft_s: float
-
-    @property
-    def gpus(self) -> int:
-        return self.decode.gpus + (self.prefill.gpus if self.prefill else 0)
 
 
 @dataclass(frozen=True)
 class Planner:
     """The inputs of a plan.
 
-    overlap: the engine overlaps host and GPU work. only: the only layout to consider for decode engines, as (GPUs, data
-    parallel).
+    overlap: the engine overlaps host and GPU work. only: the only layout to consider, as (GPUs, data parallel).
     """
 
     size: ModelSize
@@ -128,33 +99,30 @@ class Planner:
 
     def most_requests(self, layout: Layout) -> int:
         """Return how many requests of full length fit into a rank's memory; 0 if the weights do not fit."""
-        head = self.draft.size if self.draft else None
-        weights = weight_bytes(self.size, layout) + (weight_bytes(head, layout) if head else 0.0)
-        context = self.work.input + self.work.output
-        cache = cache_bytes(self.size, layout, context) + (cache_bytes(head, layout, context) if head else 0.0)
-        return max(0, min(BIGGEST_BATCH, int((self.gpu.memory * MEMORY_SHARE - weights) / cache)))
+        models = [self.size, *([self.draft.size] if self.draft else [])]
+        room = self.gpu.memory * MEMORY_SHARE - sum(weight_bytes(size, layout) for size in models)
+        request = sum(cache_bytes(size, layout, self.work.input + self.work.output) for size in models)
+        return max(0, min(TABLE_SIZES[-1], int(room / request)))
 
     def batch(self, layout: Layout, requests: int) -> DecodeBatch:
         """Return the batch of `requests` with the draft length that gives the most tokens per second."""
-        plain = self._round_s(layout, requests, 0)
-        best = DecodeBatch(requests, 0, 1.0, plain, plain)
-        for drafts, committed in self.draft.accept_length.items() if self.draft else ():
-            one = DecodeBatch(requests, drafts, committed, self._round_s(layout, requests, drafts), plain)
-            best = max(best, one, key=lambda found: found.tokens_per_s)
-        return best
+        head, context = self.draft.size if self.draft else None, self.work.input + self.work.output / 2
+        lengths = {0: 1.0, **(self.draft.accept_length if self.draft else {})}
+        seconds = {
+            drafts: round_s(
+                self.size, head, self.gpu, layout, self.costs,
+                requests=requests, drafts=drafts, context=context, overlap=self.overlap,
+            )
+            for drafts in lengths
+        }  # fmt: skip
+        best = max(lengths, key=lambda drafts: lengths[drafts] / seconds[drafts])
+        return DecodeBatch(requests, best, lengths[best], seconds[best], seconds[0])
 
-    def _round_s(self, layout: Layout, requests: int, drafts: int) -> float:
-        return round_s(
-            self.size,
-            self.draft.size if self.draft else None,
-            self.gpu,
-            layout,
-            self.costs,
-            requests=requests,
-            drafts=drafts,
-            context=self.work.input + self.work.output / 2,
-            overlap=self.overlap,
-        )
+    def table(self, deployment: Deployment) -> list[DecodeBatch]:
+        """Return the best draft length by requests per rank."""
+        layout = deployment.layout
+        sizes = {n for n in (*TABLE_SIZES, deployment.batch.requests) if n <= self.most_requests(layout)}
+        return [self.batch(layout, requests) for requests in sorted(sizes)]
 
     def layouts(self, gpus: int) -> Iterator[Layout]:
         """Yield the layouts that divide the GPUs, fit a node or several nodes, and have memory for a request."""
@@ -167,128 +135,122 @@ class Planner:
                 if self.only in (None, (layout.gpus, layout.data_parallel)) and self.most_requests(layout):
                     yield layout
 
-    def best(self, gpus: int) -> tuple[Deployment, Deployment | None]:
-        """Return the best deployment, and the best one of the other kind (together or disaggregated).
+    def best(self, gpus: int) -> Deployment:
+        """Return the deployment with the most requests per second, then the shortest time per token.
 
         Raises `PlanError` when the model does not fit, or the limits cannot be met.
         """
-        together, split = self._found(gpus)
-        if not together and not split:
-            raise PlanError(self._why_not(gpus))
-        one = max(together, key=self._worth, default=None)
-        two = max(split, key=self._worth, default=None)
-        if one is None or (two is not None and two.requests_per_s > SPLIT_MARGIN * one.requests_per_s):
-            assert two is not None
-            best, other = two, one
-        else:
-            best, other = one, two
-        self._check_rate(best)
-        return best, other
-
-    def _found(self, gpus: int) -> tuple[list[Deployment], list[Deployment]]:
-        """Return the deployments that meet the limits: together, and disaggregated."""
-        together = (
-            one for layout in self.layouts(gpus) for one in self._together(Engines(layout, gpus // layout.gpus))
-        )
-        return list(together), list(self._splits(gpus))
-
-    def _worth(self, deployment: Deployment) -> tuple[float, float]:
-        """Return the sort key: most requests per second, then the shortest time per token."""
-        return round(deployment.requests_per_s, 9), -deployment.tpot_s
-
-    def _check_rate(self, best: Deployment) -> None:
-        if self.work.rate is not None and best.requests_per_s < self.work.rate * (1 - 1e-9):
+        layouts, work, there = list(self.layouts(gpus)), self.work, f"{gpus} {self.gpu.name}"
+        if not layouts:
+            size, context = self.size, work.input + work.output
+            weights = size.body_bytes + size.expert_bytes + 2 * (size.head + size.embedding)
             raise PlanError(
-                f"{best.gpus} GPUs serve at most {best.requests_per_s:.3g} requests per second, but the rate is "
-                f"{self.work.rate:g}; use about {math.ceil(best.gpus * self.work.rate / best.requests_per_s)} GPUs"
+                f"{size.name} does not fit {there}{f' as {Layout(*self.only).name}' if self.only else ''}: "
+                f"{weights / GB:.1f} GB of weights and {size.cache.bytes(context) / GB:.2f} GB of cache per request of "
+                f"{context:,} tokens, {gpus * self.gpu.memory * MEMORY_SHARE / GB:.0f} GB of memory; a layout divides "
+                f"the GPUs, a node and the {size.heads} heads{' or distributes experts' if size.n_experts else ''}. "
+                "Use more or larger GPUs, fewer bits per weight, or leave the layout out"
             )
+        found = [one for layout in layouts for one in self._deployments(layout, gpus // layout.gpus)]
+        if not found:
+            limits = [] if work.max_tpot_s is None else [f"{1000 * work.max_tpot_s:g} ms per token"]
+            limits += [] if work.rate is None else [f"{work.rate:g} requests per second"]
+            raise PlanError(f"no layout of {there} reaches {' with '.join(limits)}; allow more time, or add GPUs")
+        best = max(found, key=lambda one: (round(one.requests_per_s, 9), -one.tpot_s))
+        if work.rate is not None and best.requests_per_s < work.rate * (1 - 1e-9):
+            raise PlanError(
+                f"{there} serve at most {best.requests_per_s:.3g} requests per second, but the rate is "
+                f"{work.rate:g}; use about {math.ceil(gpus * work.rate / best.requests_per_s)} GPUs"
+            )
+        return best
 
-    def _together(self, engines: Engines) -> Iterator[Deployment]:
-        layout, work = engines.layout, self.work
+    def _deployments(self, layout: Layout, count: int) -> Iterator[Deployment]:
+        """Yield the deployments of this layout that meet the limits, by batch size."""
+        work, ranks = self.work, layout.ranks * count
         reads = prefill_s(self.size, self.gpu, layout, self.costs, work.input)
-        for batch in self._batches(engines):
-            writes = work.output / batch.tokens_per_s
-            rate = engines.ranks / (reads + writes)
+        most = self.most_requests(layout)
+        if work.concurrency is not None:
+            most = min(most, math.ceil(work.concurrency / ranks))
+        sizes = {*range(1, 17), *TABLE_SIZES, *(3 * n // 2 for n in TABLE_SIZES)}
+        for requests in sorted({most, *(n for n in sizes if n <= most)}):
+            batch = self.batch(layout, requests)
+            both = reads + work.output / batch.tokens_per_s
+            rate, ttft = ranks / both, reads + batch.round_s / 2
+            tpot = (requests * both - reads) / work.output  # its own prefill does not count
             if work.concurrency is not None:
-                rate = min(rate, work.concurrency / (batch.requests * (reads + writes)))
-            tpot = (batch.requests * (reads + writes) - reads) / work.output  # its own prefill does not count
-            yield from self._judged(engines, None, batch, rate, tpot, reads, reads + batch.round_s / 2)
+                rate = min(rate, work.concurrency / (requests * both))
+            if work.rate is not None:
+                rate = min(rate, work.rate)
+                load = rate * reads / ranks
+                ttft += reads * load / (2 * (1 - load))
+            if work.max_tpot_s is None or tpot <= work.max_tpot_s:
+                yield Deployment(layout, count, batch, rate, tpot, ttft)
 
-    def _splits(self, gpus: int) -> Iterator[Deployment]:
-        work = self.work
-        unrestricted = replace(self, only=None)
-        readers = [layout for n in range(1, gpus) for layout in unrestricted.layouts(n) if layout.gpus == n]
-        smallest = sorted({layout.gpus for layout in readers})[:2]
-        for reader in (layout for layout in readers if layout.gpus in smallest and not layout.two_batches):
-            reads = prefill_s(self.size, self.gpu, reader, self.costs, work.input)
-            carried = cache_bytes(self.size, reader, work.input) / (self.gpu.network * self.costs.network_share)
-            for count in range(1, (gpus - 1) // reader.gpus + 1):
-                prefill, left = Engines(reader, count), gpus - count * reader.gpus
-                for layout in self.layouts(left):
-                    decode = Engines(layout, left // layout.gpus)
-                    for batch in self._batches(decode):
-                        rate = min(prefill.ranks / reads, decode.ranks * batch.tokens_per_s / work.output)
-                        tpot = batch.round_s / batch.committed
-                        if work.concurrency is not None:
-                            rate = min(rate, work.concurrency / (reads + carried + work.output * tpot))
-                        yield from self._judged(decode, prefill, batch, rate, tpot, reads, reads + carried)
 
-    def _batches(self, engines: Engines) -> Iterator[DecodeBatch]:
-        most = self.most_requests(engines.layout)
-        if self.work.concurrency is not None:
-            most = min(most, math.ceil(self.work.concurrency / engines.ranks))
-        sizes = {most, *(n for n in range(1, 17) if n <= most)}
-        sizes |= {n for power in range(4, 11) for n in (2**power, 3 * 2 ** (power - 1)) if n <= most}
-        for requests in sorted(sizes):
-            yield self.batch(engines.layout, requests)
-
-    def _judged(
-        self,
-        decode: Engines,
-        prefill: Engines | None,
-        batch: DecodeBatch,
-        rate: float,
-        tpot: float,
-        reads: float,
-        ttft: float,
-    ) -> Iterator[Deployment]:
-        """Yield the deployment if it meets the limits; at most the requests that arrive are served."""
-        work = self.work
-        if work.max_tpot_s is not None and tpot > work.max_tpot_s:
-            return
-        if work.rate is not None:
-            rate = min(rate, work.rate)
-            load = rate * reads / (prefill or decode).ranks
-            if load >= 1:
-                return
-            ttft += reads * load / (2 * (1 - load))
-        yield Deployment(decode, prefill, batch, self.most_requests(decode.layout), rate, tpot, ttft)
-
-    def _why_not(self, gpus: int) -> str:
-        """Explain why there is no deployment: the limit that cannot be met, else the given layout, else memory."""
-        work, there = self.work, f"{gpus} {self.gpu.name}"
-        limit = "" if work.max_tpot_s is None else f"{1000 * work.max_tpot_s:g} ms per token"
-        idle = work if work.rate is None else replace(work, rate=IDLE_RATE)
-        if any(replace(self, work=idle)._found(gpus)):
-            return (
-                f"{there} cannot serve {work.rate:g} requests per second{limit and f' within {limit}'}, only lower "
-                f"rates; lower the rate, {limit and 'allow more time per token, '}or add GPUs"
-            )
-        if any(replace(self, work=replace(idle, max_tpot_s=None))._found(gpus)):
-            return f"no layout of {there} reaches {limit}, even with one request per rank; allow more, or add GPUs"
-        others = dict.fromkeys(layout.name for layout in replace(self, only=None).layouts(gpus))
-        if self.only is not None and others:
-            return (
-                f"{self.size.name} cannot run on {there} as {Layout(*self.only).name}: a layout must divide the GPUs, "
-                f"a node and the {self.size.heads} heads (or distribute experts), and have memory for the weights and "
-                f"one request. Give another --layout ({', '.join(others)}), or omit it"
-            )
-        weights = self.size.body_bytes + self.size.expert_bytes + 2 * (self.size.head + self.size.embedding)
-        context, room = work.input + work.output, gpus * self.gpu.memory * MEMORY_SHARE
-        return (
-            f"{self.size.name} does not fit {there}: {weights / 1e9:.1f} GB of weights and "
-            f"{self.size.cache.bytes(context) / 1e9:.2f} GB of cache per request of {context:,} tokens; "
-            f"{room / 1e9:.0f} GB are available, and layouts divide {self.size.heads} heads"
-            f"{' or distribute experts' if self.size.n_experts else ''}. Use more or larger GPUs, or fewer bits per "
-            "weight"
+def plan_text(planner: Planner, best: Deployment, table: Sequence[DecodeBatch]) -> str:
+    """Return the plan without the launch lines."""
+    lines = ["requests a rank  drafts  decoded tokens/s a rank  of plain  ms a token"]
+    for one in table:
+        lines.append(
+            f"{one.requests:>15}  {one.drafts:>6}  {one.tokens_per_s:>23,.1f}  {f'x{one.gain:.2f}':>8}  "
+            f"{1000 * one.round_s / one.committed:>10.2f}"
         )
+    fitted = sum(1 for case in CASES if case.fitted)
+    own = "" if planner.costs == Costs() else " A layer's fixed time is from your measured steps."
+    if planner.overlap and planner.draft is not None:
+        own += " None of them states drafts together with overlapped scheduling, as planned here."
+    trust = (
+        f"How far to trust it: a roofline with {fitted} costs fitted to {fitted} published figures; "
+        f"{len(CASES) - fitted} further ones it predicts within {100 * PREDICTED_WITHIN:.0f} % "
+        f"(toolkit plan --published).{own}"
+    )
+    return "\n\n".join((_what(planner, best), _predicted(planner, best), "\n".join(lines), trust))
+
+
+def _what(planner: Planner, best: Deployment) -> str:
+    size, gpu, work, layout = planner.size, planner.gpu, planner.work, best.layout
+    context = work.input + work.output
+    experts = f", {size.n_experts} experts of which {size.chosen} a token" if size.n_experts else ""
+    fp8 = f", {gpu.flops_8 / 1e12:g} fp8" if gpu.flops_8 else ""
+    rows = [
+        f"{size.name}: {size.parameters / 1e9:.1f}B parameters, {size.active / 1e9:.1f}B a token{experts}, "
+        f"{size.bits:g} bits; cache {size.cache.bytes(context) / context / 1024:.1f} KiB a token",
+        f"{gpu.name}: {gpu.memory / GB:g} GB, {gpu.bandwidth / GB:,.0f} GB/s, {gpu.flops / 1e12:g} TFLOPS bf16{fp8}",
+        f"memory of a GPU: {weight_bytes(size, layout) / GB:.1f} GB weights of the target, "
+        f"{cache_bytes(size, layout, context) / GB:.2f} GB cache a request of {context:,} tokens, of "
+        f"{gpu.memory * MEMORY_SHARE / GB:.1f} GB: at most {planner.most_requests(layout)} requests a rank",
+    ]
+    if size.max_context and context > size.max_context:
+        rows.append(
+            f"{context:,} tokens a request are more than the target's max_position_embeddings of {size.max_context:,}: "
+            "engines refuse such requests, and the target was not trained for them"
+        )
+    if planner.draft is None:
+        rows.append("no head: plain decoding (--draft, or --accept-lengths)")
+    else:
+        lengths = ", ".join(f"{n}: {a:.2f}" for n, a in planner.draft.accept_length.items())
+        rows.append(f"{planner.draft.kind} head, accept_length by drafts {lengths} ({planner.draft.source})")
+    return "\n".join(rows)
+
+
+def _predicted(planner: Planner, best: Deployment) -> str:
+    batch, layout, gpus = best.batch, best.layout, best.count * best.layout.gpus
+    how = f"DP attention {layout.gpus}, EP {layout.gpus}" if layout.data_parallel else f"TP {layout.gpus}"
+    how += f", {layout.redundant} redundant experts" if layout.redundant else ""
+    how += ", two batches" if layout.two_batches else ""
+    drafts = f"{batch.drafts} a round, x{batch.gain:.2f} of plain decoding" if batch.drafts else "none, plain decoding"
+    tokens = best.requests_per_s * planner.work.output
+    lines = [
+        f"plan for {gpus} GPU(s):",
+        f"  engines: {best.count} x {layout.gpus} GPU(s) ({how}), {batch.requests} request(s) a rank",
+        f"  drafts: {drafts}; a round takes {1000 * batch.round_s:.1f} ms",
+        f"  predicted: {best.requests_per_s:.3g} requests/s, {tokens:,.0f} tokens/s, {tokens / gpus:,.1f} a GPU; "
+        f"{1000 * best.tpot_s:.1f} ms a token, first token after {best.ttft_s:.2f} s",
+    ]
+    places, wanted = layout.ranks * best.count * batch.requests, planner.work.concurrency or 0
+    if wanted > places:
+        lines.append(
+            f"  of {wanted} requests in flight {places} are served at a time; the other {wanted - places} wait first, "
+            "which the time to the first token leaves out"
+        )
+    return "\n".join(lines)

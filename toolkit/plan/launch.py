@@ -1,5 +1,7 @@
-"""Commands that start a planned deployment with SGLang or vLLM: one per node, for one engine of each kind.
+"""Options and commands that serve a target with a head on SGLang or vLLM.
 
+`launch_lines` starts a planned deployment, one command per node. `settings_text` gives the best draft setting for each
+batch size on one GPU, by forecast accept lengths and modelled step times.
 Users replace the names in capitals: NODE0 is the first node of an engine, K the number of a further node from 1,
 OUT the folder of an exported head, HEAD the folder of a head that is not trained yet.
 """
@@ -8,11 +10,23 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment, Engines
-from toolkit.plan.draft_cost import DraftCost
+from toolkit.checkpoint.open_head import FORMATS, Formats
+from toolkit.errors import PlanError
+from toolkit.heads.registry import build_head
+from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment
+from toolkit.plan.model_size import DraftCost, head_size, target_size
+from toolkit.plan.step_time import Costs, Gpu, Layout, calibrated, round_s
+from toolkit.targets.facts import TargetFacts
+
+EXPORTED = "OUT"  # folder of the exported head in the printed export and launch lines
 
 
 def launch_lines(
@@ -22,22 +36,14 @@ def launch_lines(
 
     table: the best draft length by requests per rank, which becomes vLLM's schedule.
     """
-    lines: list[str] = []
-    for role, engines in (("prefill", deployment.prefill), ("decode", deployment.decode)):
-        if engines is None:
-            continue
-        part = role if deployment.prefill else ""
-        words = (
-            _sglang_words(deployment, engines, part) if engine == "sglang" else _vllm_words(deployment, engines, part)
-        )
-        if draft is not None and deployment.batch.drafts:
-            words += _speculation(engine, draft, deployment.batch.drafts, table)
-        start = ["python", "-m", "sglang.launch_server", "--model-path"] if engine == "sglang" else ["vllm", "serve"]
-        lines.append(
-            f"# {engines.count} {part and part + ' '}engine(s) of {engines.layout.gpus} GPU(s); start each with:"
-        )
-        lines += [shlex.join([*start, *model, *words, *rank]) for rank in _ranks(engine, engines)]
-    return [*lines, *_router(engine, deployment)]
+    layout, sglang = deployment.layout, engine == "sglang"
+    words = ["python", "-m", "sglang.launch_server", "--model-path"] if sglang else ["vllm", "serve"]
+    words += [*model, *(_sglang_words(deployment) if sglang else _vllm_words(deployment))]
+    if draft is not None and deployment.batch.drafts:
+        words += _speculation(engine, draft, deployment.batch.drafts, table)
+    lines = [f"# {deployment.count} engine(s) of {layout.gpus} GPU(s); start each with:"]
+    lines += [shlex.join([*words, *rank]) for rank in _ranks(engine, layout)]
+    return [*lines, *(["# in front of the engines: any load balancer"] if deployment.count > 1 else [])]
 
 
 def _speculation(engine: str, draft: DraftCost, drafts: int, table: Sequence[DecodeBatch]) -> list[str]:
@@ -54,52 +60,44 @@ def _speculation(engine: str, draft: DraftCost, drafts: int, table: Sequence[Dec
     return ["--speculative-config", json.dumps(settings)]
 
 
-def _sglang_words(deployment: Deployment, engines: Engines, role: str) -> list[str]:
-    layout = engines.layout
+def draft_schedule(table: Sequence[DecodeBatch]) -> list[tuple[int, int, int]]:
+    """Return (from, to, drafts) by requests per rank, without gaps."""
+    found: list[tuple[int, int, int]] = []
+    for batch in table:
+        if found and found[-1][2] == batch.drafts:
+            found[-1] = (found[-1][0], batch.requests, batch.drafts)
+        else:
+            found.append((found[-1][1] + 1 if found else 1, batch.requests, batch.drafts))
+    return found
+
+
+def _sglang_words(deployment: Deployment) -> list[str]:
+    layout = deployment.layout
     words = ["--tp-size", str(layout.gpus), "--mem-fraction-static", str(MEMORY_SHARE)]
     if layout.data_parallel:
         words += ["--dp-size", str(layout.gpus), "--enable-dp-attention", "--enable-dp-lm-head"]
         words += ["--moe-dense-tp-size", "1", "--ep-size", str(layout.gpus), "--moe-a2a-backend", "deepep"]
-        if role:
-            words += ["--deepep-mode", "normal" if role == "prefill" else "low_latency"]
-        if layout.redundant:
-            words += ["--ep-num-redundant-experts", str(layout.redundant)]
-        if layout.two_batches:
-            words.append("--enable-two-batch-overlap")
-    if role != "prefill":
-        words += ["--max-running-requests", str(deployment.batch.requests * layout.ranks)]
-    return [*words, *(["--disaggregation-mode", role] if role else [])]
+        words += ["--ep-num-redundant-experts", str(layout.redundant)] if layout.redundant else []
+        words += ["--enable-two-batch-overlap"] if layout.two_batches else []
+    return [*words, "--max-running-requests", str(deployment.batch.requests * layout.ranks)]
 
 
-def _vllm_words(deployment: Deployment, engines: Engines, role: str) -> list[str]:
-    layout = engines.layout
-    words = ["--gpu-memory-utilization", str(MEMORY_SHARE)]
-    if layout.data_parallel:
-        words += ["--data-parallel-size", str(layout.gpus), "--enable-expert-parallel"]
-        if layout.redundant:
-            eplb = json.dumps({"num_redundant_experts": layout.redundant})
-            words += ["--enable-eplb", "--eplb-config", eplb]
-        if layout.two_batches:
-            words.append("--enable-dbo")
-        if _nodes(engines) > 1:
-            mode = "deepep_high_throughput" if role == "prefill" else "deepep_low_latency"
-            words += ["--all2all-backend", mode]
-    else:
-        words += ["--tensor-parallel-size", str(layout.gpus)]
-    if role != "prefill":
-        words += ["--max-num-seqs", str(deployment.batch.requests)]
-    transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
-    return [*words, *(["--kv-transfer-config", transfer] if role else [])]
+def _vllm_words(deployment: Deployment) -> list[str]:
+    layout = deployment.layout
+    words = ["--gpu-memory-utilization", str(MEMORY_SHARE), "--max-num-seqs", str(deployment.batch.requests)]
+    if not layout.data_parallel:
+        return [*words, "--tensor-parallel-size", str(layout.gpus)]
+    words += ["--data-parallel-size", str(layout.gpus), "--enable-expert-parallel"]
+    if layout.redundant:
+        words += ["--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": layout.redundant})]
+    words += ["--enable-dbo"] if layout.two_batches else []
+    return [*words, *(["--all2all-backend", "deepep_low_latency"] if layout.gpus > layout.node else [])]
 
 
-def _nodes(engines: Engines) -> int:
-    return max(1, engines.layout.gpus // engines.layout.node)
-
-
-def _ranks(engine: str, engines: Engines) -> list[list[str]]:
+def _ranks(engine: str, layout: Layout) -> list[list[str]]:
     """Return further options of the first node, and of each further node."""
-    layout, nodes = engines.layout, _nodes(engines)
-    if nodes == 1:
+    nodes = layout.gpus // layout.node
+    if nodes <= 1:
         return [[]]
     if engine == "sglang":
         words = ["--nnodes", str(nodes), "--dist-init-addr", "NODE0:5000", "--node-rank"]
@@ -112,29 +110,69 @@ def _ranks(engine: str, engines: Engines) -> list[list[str]]:
     return [words, [*words, "--data-parallel-start-rank", f"{layout.node}xK", "--headless"]]
 
 
-def draft_schedule(table: Sequence[DecodeBatch]) -> list[tuple[int, int, int]]:
-    """Return (from, to, drafts) by requests per rank, without gaps."""
-    found: list[tuple[int, int, int]] = []
-    for batch in table:
-        if found and found[-1][2] == batch.drafts:
-            found[-1] = (found[-1][0], batch.requests, batch.drafts)
+def settings_text(
+    engine: Literal["sglang", "vllm"],
+    gpu: Gpu,
+    facts: TargetFacts,
+    draft: DraftCheckpoint,
+    accept_lengths: Mapping[tuple[int, int, int], float],
+    context: float,
+    batches: Sequence[int],
+    step_s: Mapping[int, float] | None = None,
+) -> str:
+    """Return a line for each batch size with its best setting, and the flags of the engine.
+
+    accept_lengths: by (num_steps, top_k, num_draft_tokens). context: mean tokens before a step. step_s: measured
+    seconds of a plain step, by requests. Raises `PlanError`.
+    """
+    size, *_ = target_size(facts.source)
+    with torch.device("meta"):  # the loaded head is packed for a CPU: its parameters are no longer all there
+        head = head_size(build_head(draft.head.config), size)
+    if head.shared_head:  # an engine that is given the head's token map reads its rows of the target's matrix only
+        head = replace(head, head=head.head * draft.token_map.size / draft.token_map.vocab_size)
+    layout, costs = Layout(1), Costs()
+    if step_s is not None:
+        costs = calibrated(size, gpu, layout, costs, step_s, context=context)
+    source = "as given" if step_s else "by the model of `toolkit plan`"
+    lines = [f"{engine} on {gpu.name}, step times {source}:"]
+    in_target = draft.head.config.in_target
+    for batch in batches:
+        plain = batch / round_s(size, None, gpu, layout, costs, requests=batch, drafts=0, context=context)
+        speeds = {}
+        for (steps, top_k, nodes), length in accept_lengths.items():
+            seconds = round_s(
+                size, head, gpu, layout, costs,
+                requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes,
+            )  # fmt: skip
+            speeds[steps, top_k, nodes] = batch * length / seconds
+        best = max(speeds, key=lambda shape: speeds[shape])
+        text = (
+            f"{','.join(map(str, best))}, accept_length {accept_lengths[best]:.2f}, {speeds[best] / plain:.2f}x plain"
+        )
+        if speeds[best] > plain:
+            lines += [f"batch {batch}: {text}", f"  {_flags(engine, draft, Shape(*best))}"]
         else:
-            found.append((found[-1][1] + 1 if found else 1, batch.requests, batch.drafts))
-    return found
+            lines.append(f"batch {batch}: serve without drafts (the best setting: {text})")
+    if draft.path is not None and any(line.startswith("  ") for line in lines):
+        words = ["toolkit", "export", "--draft", str(draft.path), "--to", "native" if in_target else engine]
+        served = f", and {EXPORTED} is the model to serve" if in_target else ""
+        lines.append(f"the head is exported first{served}: {shlex.join([*words, '--out', EXPORTED])}")
+    return "\n".join(lines)
 
 
-def _router(engine: str, deployment: Deployment) -> list[str]:
-    """Return the router or load balancer for several engines."""
-    if deployment.prefill is None and deployment.decode.count == 1:
-        return []
-    if engine == "vllm":
-        if deployment.prefill:
-            return ["# in front of the prefill and decode engines: a router for disaggregated prefill"]
-        return ["# in front of the engines: any load balancer"]
-    words = "python -m sglang_router.launch_router"
-    if deployment.prefill is None:
-        urls = [f"http://ENGINE{number}:30000" for number in range(deployment.decode.count)]
-        return ["# in front of the engines:", f"{words} --worker-urls {' '.join(urls)}"]
-    prefill = [f"--prefill http://PREFILL{number}:30000" for number in range(deployment.prefill.count)]
-    decode = [f"--decode http://DECODE{number}:30000" for number in range(deployment.decode.count)]
-    return ["# in front of the engines:", f"{words} --pd-disaggregation {' '.join(prefill + decode)}"]
+def check_servable(engine: str, draft: DraftCheckpoint) -> None:
+    """Raise `PlanError` for a head that the engine cannot serve."""
+    formats = FORMATS.get(draft.kind, Formats())
+    if engine not in formats.builders and not draft.head.config.in_target:
+        raise PlanError(f"{draft.path} holds a {draft.kind} head, which {engine} cannot serve: {formats.why_not}")
+
+
+def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:
+    config = draft.head.config
+    path = None if config.in_target else EXPORTED
+    if engine == "sglang":
+        words, kept = sglang_speculation(draft.kind, path, shape, config), draft.token_map
+        if not config.own_vocabulary and kept.size < kept.vocab_size:
+            words += ["--speculative-token-map", f"{EXPORTED}/freq_{kept.size}.pt"]
+        return shlex.join(words)
+    return f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(draft.kind, path, shape, config)))}"

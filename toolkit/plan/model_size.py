@@ -1,4 +1,4 @@
-"""The size of a model: weights by part, and cache bytes and operations per token.
+"""The size of a model and of a draft head: weights by part, and cache bytes and operations per token.
 
 Parameters are counted on the model that transformers builds from the configuration on the meta device. Cache and
 attention are computed by formulas for the supported kinds of attention.
@@ -6,18 +6,26 @@ attention are computed by formulas for the supported kinds of attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import PlanError
+from toolkit.head_kinds import HEAD_KINDS
+from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.registry import build_head, head_class
 from toolkit.targets.facts import NATIVE_MTP_KEYS
 from toolkit.targets.load import load_config, split_revision
+from toolkit.train_settings import HeadSettings
 
 CACHE_BYTES = 2  # bf16
+USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 MOE = {
     "n_experts": ("n_routed_experts", "num_experts", "num_local_experts"),
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
@@ -45,6 +53,10 @@ class Cache:
     def bytes(self, context: float) -> float:
         """Return the cache bytes of one request with `context` tokens."""
         return self.token_bytes * context + self.window_bytes * min(context, self.window)
+
+    def of_one_layer(self, layers: int) -> Cache:
+        parts = ("token_bytes", "flops", "prefill_flops", "window_bytes", "window_flops")
+        return replace(self, **{name: getattr(self, name) / layers for name in parts})
 
     def operations(self, context: float) -> float:
         """Return the attention operations of one query token after `context` tokens."""
@@ -111,11 +123,8 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
     """
     if weight_bits is not None and not 0 < weight_bits <= 32:
         raise PlanError(f"--weight-bits is {weight_bits:g}; expected a number above 0 and up to 32, such as 4, 8 or 16")
-    path = Path(name).expanduser()
-    if path.suffix == ".json":
-        if path.name != "config.json":
-            raise PlanError(f"target is {name}; expected a model's config.json, its directory or its hub id")
-        name = str(path.parent)
+    if Path(name).name == "config.json":
+        name = str(Path(name).expanduser().parent)
     name, revision = split_revision(name)
     full_config, source, resolved = load_config(name, revision)
     config: Any = full_config.get_text_config(decoder=True)
@@ -223,3 +232,116 @@ def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
     if method == "mxfp4":
         return 16, 4.25  # OCP microscaling: one 8-bit scale per 32 values; attention stays in bf16
     raise PlanError(f"{name}: the number of bits of {method!r} weights is unknown; give --weight-bits")
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """kind: the head's name in head_kinds.py. size: the head as a model. accept_length: by drafts in a chain.
+
+    source: the origin of accept_length. path: the head's directory in launch lines; None: the target's own MTP layers.
+    config: of a head that is at hand; DFlash and DSpark are one kind, which other engines tell apart.
+    """
+
+    kind: str
+    size: ModelSize
+    accept_length: Mapping[int, float]
+    source: str
+    path: str | None = None
+    config: HeadConfig | None = None
+
+
+def check_accept_lengths(lengths: Mapping[int, float]) -> dict[int, float]:
+    """Return accept_lengths by drafts in order of the drafts. Raises `PlanError` for impossible ones."""
+    ordered = dict(sorted(lengths.items()))
+    values = list(ordered.values())
+    if not all(1 <= value <= drafts + 1 for drafts, value in ordered.items()) or values != sorted(values):
+        raise PlanError(
+            f"accept lengths by drafts are {ordered}; expected 1 to DRAFTS + 1 tokens, at least as many for more "
+            "drafts, such as 1:1.7,2:2.18,3:2.44"
+        )
+    return ordered
+
+
+def measured_accept_lengths(measured: Any) -> tuple[dict[int, float], str]:
+    """Return the accept_length by draft length, and its source, from the content of measured.json.
+
+    The values come from the measured chain with the most steps: a shorter chain commits what the longer one does up to
+    its depth. Raises `PlanError` when no chain was measured.
+    """
+    rows = (measured or {}).get("rows") or [] if isinstance(measured, dict) else []
+    fixed = [row for row in rows if row.get("shape") != "adaptive"]
+    chains = [row for row in fixed if row.get("top_k") == 1 and row.get("accept_rate")]
+    if not chains:
+        raise PlanError("no chain was measured with this head; give --accept-lengths or run `toolkit bench acceptance`")
+    row = max(chains, key=lambda row: row["num_steps"])
+    found, reached, committed = {}, 1.0, 1.0
+    for depth, rate in enumerate(row["accept_rate"], start=1):
+        reached *= rate or 0.0
+        committed += reached
+        found[depth] = committed
+    where = f"measured.json: a chain of {row['num_steps']}, temperature {row.get('temperature')}"
+    return found, f"{where}, {row.get('verify_steps')} verify steps"
+
+
+def native_mtp(size: ModelSize) -> ModelSize:
+    """Return the size of the target's own MTP layer: one of its layers and a projection from 2 * hidden_size.
+
+    Raises `PlanError` when the target has none.
+    """
+    if not size.native_mtp:
+        raise PlanError(f"{size.name} has no MTP layers (num_nextn_predict_layers); choose another head")
+    layers = size.layers
+    experts = size.experts / size.moe_layers if size.moe_layers else 0.0
+    return replace(
+        size,
+        name=f"MTP layer of {size.name}",
+        layers=1,
+        body=size.body / layers + 2 * size.hidden_size**2,
+        experts=experts,
+        moe_layers=1 if experts else 0,
+        embedding=0.0,
+        cache=size.cache.of_one_layer(layers),
+        shared_head=True,
+    )
+
+
+def usual_head(kind: str, config: Any, size: ModelSize) -> ModelSize:
+    """Return the size of a head of this kind, with one layer, for the target of this text configuration."""
+    settings = HeadSettings(kind, aux_layer_ids=(0, 1, 2))  # their number decides the size
+    sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": USUAL_VOCABULARY, "n_layers": size.layers}
+    shape = head_class(kind).config_class.from_settings(settings, config, **sizes)
+    with torch.device("meta"):
+        head = build_head(replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    return head_size(head, size)
+
+
+def usual_draft(kind: str | None, config: Any, size: ModelSize, accept_length: Mapping[int, float]) -> DraftCost:
+    """Return a head without a directory. kind None: the target's own layers, else the first kind of the registry."""
+    in_target = {name: head_class(name).config_class.in_target for name in HEAD_KINDS}
+    kind = kind or next(name for name, own in in_target.items() if own == bool(size.native_mtp))
+    if in_target[kind]:
+        return DraftCost(kind, native_mtp(size), accept_length, "as stated")
+    return DraftCost(kind, usual_head(kind, config, size), accept_length, "as stated", "HEAD")
+
+
+def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
+    """Return the size of a loaded head; its output matrix may be the target's."""
+    config = head.config
+    own = sum(parameter.numel() for parameter in head.parameters())
+    tables = sum(part.weight.numel() for part in head.modules() if isinstance(part, nn.Embedding))  # read by rows
+    matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
+    layers = config.mtp_layers * config.layers
+    flops = 4 * layers * config.num_attention_heads * config.head_dim
+    token_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * CACHE_BYTES
+    return ModelSize(
+        name="the head",
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        layers=layers,
+        body=own - matrix - tables,
+        head=matrix or size.head,
+        embedding=float(tables),
+        cache=Cache(token_bytes, config.num_key_value_heads, flops, flops),
+        shared_head=not matrix,
+        one_pass=bool(config.drafts_at_once),
+    )

@@ -26,8 +26,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import Conversation, Conversations, conversation_from_row, user_turns
 from toolkit.data.generation import REFUSED, GenerateFn, GenerationRequest, GenerationResult, derived_seed
-from toolkit.data.rollout_files import RolloutPaths
-from toolkit.data.rollouts import write_rollouts
+from toolkit.data.rollouts import RolloutPaths, write_rollouts
 from toolkit.errors import TrainError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.head_config import HeadConfig

@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from toolkit.bench.bootstrap import ratio_interval
-from toolkit.bench.replay import Forecast
+from toolkit.bench.bootstrap import Forecast, ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
 from toolkit.heads.head_config import HeadConfig

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.bench.replay import Forecast, summarise_replays
+from toolkit.bench.bootstrap import Forecast, summarise_replays
 from toolkit.data.batches import Batch, on_device
 from toolkit.heads.draft_head import DraftHead, Project
 from toolkit.heads.dspark import DSparkHead

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.bench.engine_context import SideBySide
+from toolkit.bench.side_by_side import SideBySide
 from toolkit.infer.cache import cache_manager
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.cache_size import ROOM, Need
@@ -102,7 +102,7 @@ def test_engines_of_one_measurement_share_one_budget(tiny_target, tiny_draft, fr
         engine = Engine(tiny_target, context_length=64, memory=MemorySettings(made[-1]))
         return SimpleNamespace(engine=engine)
 
-    monkeypatch.setattr("toolkit.bench.engine_context.build_engine", build)
+    monkeypatch.setattr("toolkit.bench.side_by_side.build_engine", build)
     on_gpu = SimpleNamespace(device=GPU)
     for config, share in ((EngineConfig(), 0.8), (EngineConfig(mem_fraction_static=0.6), 0.6)):
         free.bytes = 3 * GB

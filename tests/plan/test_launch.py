@@ -15,11 +15,9 @@ from toolkit.errors import PlanError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine.cpu_door import pack
-from toolkit.plan.draft_cost import head_size
-from toolkit.plan.engine_settings import check_servable, settings_text
-from toolkit.plan.gpus import gpu_named
-from toolkit.plan.model_size import target_size
-from toolkit.plan.step_time import Costs, Layout, round_s
+from toolkit.plan.launch import check_servable, settings_text
+from toolkit.plan.model_size import head_size, target_size
+from toolkit.plan.step_time import Costs, Layout, gpu_named, round_s
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -71,15 +69,12 @@ def test_flags_are_those_of_the_engine(facts, head):
         "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16",
     ]  # fmt: skip
     assert lines[5].endswith(f"toolkit export --draft {head.path} --to sglang --out OUT") and len(lines) == 6
+    nothing = settings_text("sglang", H100, facts, head, {(4, 1, 5): 1.01}, 300.0, [1])
+    assert "batch 1: serve without drafts (the best setting: 4,1,5" in nothing and "export" not in nothing
     text = settings_text("vllm", H100, facts, head, {(4, 1, 5): 3.6}, 300.0, [1], slow)
     flag, settings = shlex.split(text.splitlines()[2])
     assert flag == "--speculative-config"
     assert json.loads(settings) == {"method": "eagle3", "model": "OUT", "num_speculative_tokens": 4}
-
-
-def test_drafts_that_do_not_pay(facts, head):
-    text = settings_text("sglang", H100, facts, head, {(4, 1, 5): 1.01}, 300.0, [1])
-    assert "batch 1: serve without drafts (the best setting: 4,1,5" in text and "export" not in text
 
 
 def test_a_packed_head_costs_what_it_cost(facts):

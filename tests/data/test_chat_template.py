@@ -1,18 +1,26 @@
-"""The response mask on the chat templates of the usual families, against renderings written out by hand.
+"""Chat templates and the response mask: on the templates of the usual families, against renderings written out by hand.
 
 The templates are in short: turns, headers, ends and quirks, without tools and images.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.chat_template import answer_text, prompt_ids, render_text
+from toolkit.data.chat_template import (
+    ChatTemplateError,
+    LossMaskError,
+    answer_text,
+    prompt_ids,
+    render_text,
+    response_mask,
+    spans,
+)
 from toolkit.data.conversations import Conversation
-from toolkit.data.loss_mask import response_mask, spans
 from toolkit.data.rollouts import write_rollouts
 from toolkit.jsonl import read_rows
 from toolkit.recipe import RolloutSettings
@@ -40,15 +48,9 @@ CONVERSATION = [
     {"role": "user", "content": Q2},
     {"role": "assistant", "content": A2},
 ]
+TokenizerOf = Callable[[str], PreTrainedTokenizerFast]
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# Qwen2.5: ChatML with a default system turn.
-QWEN25 = (
-    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 # Qwen3: reasoning is taken out of the answers before the last question; a block of it stands before the last answer.
 QWEN3 = (
     "{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
@@ -82,12 +84,6 @@ MISTRAL = (
     "{% if message.role == 'user' %}{{ '[INST] ' + message.content + '[/INST]' }}"
     "{% else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"
 )
-# DeepSeek V3.
-DEEPSEEK = (
-    "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}{% if message.role == 'user' %}"
-    "{{ '<｜User｜>' + message.content }}{% else %}{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
-)
 # DeepSeek R1: the generation prompt opens the reasoning, which answers in the conversation no longer have.
 DEEPSEEK_R1 = (
     "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}{% if message.role == 'user' %}"
@@ -108,11 +104,6 @@ HARMONY = (
 PHI3 = (
     "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
-)
-# Phi-4: nothing between turns.
-PHI4 = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
 
 # Of a model that also sees images: a text in place of parts leaves the turns empty.
@@ -135,10 +126,6 @@ DEEPSEEK_SPECIALS = ("<｜begin▁of▁sentence｜>", SENTENCE, "<｜User｜>", 
 FINAL = "<|channel|>final<|message|>"
 
 FAMILIES = {
-    "qwen2.5": Family(
-        QWEN25, IM, f"<|im_start|>system\nYou are Qwen.<|im_end|>\n{CHATML_TURNS}{A2}<|im_end|>\n",
-        (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
-    ),
     "qwen3": Family(
         QWEN3, IM, f"{CHATML_TURNS}<think>\n\n</think>\n\n{A2}<|im_end|>\n",
         (f"{A1}<|im_end|>", f"<think>\n\n</think>\n\n{A2}<|im_end|>"),
@@ -161,7 +148,6 @@ FAMILIES = {
         MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), f"<s>[INST] {Q1}[/INST] {A1}</s>[INST] {Q2}[/INST] {A2}</s>",
         (f" {A1}</s>", f" {A2}</s>"),
     ),
-    "deepseek-v3": Family(DEEPSEEK, DEEPSEEK_SPECIALS, DEEPSEEK_GOLDEN, (A1 + SENTENCE, A2 + SENTENCE)),
     "deepseek-r1": Family(DEEPSEEK_R1, DEEPSEEK_SPECIALS, DEEPSEEK_GOLDEN, (A1 + SENTENCE, A2 + SENTENCE)),
     "gpt-oss": Family(
         HARMONY,
@@ -176,13 +162,6 @@ FAMILIES = {
         ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
         f"<|user|>\n{Q1}<|end|>\n<|assistant|>\n{A1}<|end|>\n<|user|>\n{Q2}<|end|>\n<|assistant|>\n{A2}<|end|>\n<|endoftext|>",
         (f"{A1}<|end|>", f"{A2}<|end|>"),
-    ),
-    "phi4": Family(
-        PHI4,
-        (*IM, "<|im_sep|>"),
-        f"<|im_start|>user<|im_sep|>{Q1}<|im_end|><|im_start|>assistant<|im_sep|>{A1}<|im_end|>"
-        f"<|im_start|>user<|im_sep|>{Q2}<|im_end|><|im_start|>assistant<|im_sep|>{A2}<|im_end|>",
-        (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
     ),
     "parts": Family(
         PARTS, IM, f"{CHATML_TURNS}{A2}<|im_end|>\n", (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
@@ -207,15 +186,13 @@ def test_the_mask_marks_what_the_target_writes(family) -> None:
     ids, mask = response_mask(tokenizer, CONVERSATION)
     assert tuple(tokenizer.decode(ids[start:end]) for start, end in spans(mask)) == spec.written
     assert tokenizer.decode(ids) == spec.golden
-
-
-def test_earlier_answers_are_found_in_the_next_prompt(family) -> None:
-    """What a rollout of several turns does: its prompt's own ids, the first answer marked in them."""
-    name, tokenizer = family
+    # A rollout of several turns finds the first answer in its next prompt; an answer that repeats the question is found
+    # by its place, not by its words.
     ids, mask = response_mask(tokenizer, CONVERSATION[:3], add_generation_prompt=True)
     assert ids == prompt_ids(tokenizer, CONVERSATION[:3])
-    ((start, end),) = spans(mask)
-    assert tokenizer.decode(ids[start:end]) == FAMILIES[name].written[0]
+    assert [tokenizer.decode(ids[start:end]) for start, end in spans(mask)] == [spec.written[0]]
+    ids, mask = response_mask(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": Q1}])
+    assert [tokenizer.decode(ids[start:end]) for start, end in spans(mask)] == [spec.written[1].replace(A2, Q1)]
 
 
 def test_reasoning(build_tokenizer) -> None:
@@ -238,21 +215,18 @@ def test_reasoning(build_tokenizer) -> None:
 ANALYSIS = "<|channel|>analysis<|message|>They ask twice.<|end|><|start|>assistant"
 
 
-@pytest.mark.parametrize(
-    "written, message, all_said",
-    [
-        (f"{FINAL}{A1}", A1, True),
+def test_an_answer_in_channels(build_tokenizer) -> None:
+    """Otherwise the next prompt would hold the thoughts as part of the final answer, after the word "analysis"."""
+    spec = FAMILIES["gpt-oss"]
+    tokenizer = build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
+    for written, message, complete in (
         (f"{ANALYSIS}{FINAL}{A1}", A1, True),
         (f"{ANALYSIS}<|channel|>commentary<|message|>{A1}", A1, False),
         (f"{FINAL}{A1}<|start|>{A2}", A1 + A2, False),
         (A1, A1, True),
-    ],
-)
-def test_an_answer_in_channels(build_tokenizer, written: str, message: str, all_said: bool) -> None:
-    """Otherwise the next prompt would hold the thoughts as part of the final answer, after the word "analysis"."""
-    spec = FAMILIES["gpt-oss"]
-    tokenizer = build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
-    assert answer_text(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"]) == (message, all_said)
+    ):
+        ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+        assert answer_text(tokenizer, ids) == (message, complete), written
 
 
 def test_rollouts_in_channels(build_tokenizer, fake_target, tmp_path) -> None:
@@ -269,10 +243,69 @@ def test_rollouts_in_channels(build_tokenizer, fake_target, tmp_path) -> None:
     assert "analysis" not in tokenizer.decode(row["input_ids"][: row["response_spans"][-1][0]])
 
 
-def test_words_that_come_again(family) -> None:
-    """An answer that repeats the question is found by its place, not by its words."""
-    name, tokenizer = family
-    conversation = [CONVERSATION[0], {"role": "assistant", "content": Q1}]
-    ids, mask = response_mask(tokenizer, conversation)
+def test_generation_tags_mark_the_answers(tokenizer_of: TokenizerOf) -> None:
+    """A second BOS or another tokenisation would shift every position against serving."""
+    tokenizer = tokenizer_of("chatml-tagged")
+    ids, mask = response_mask(tokenizer, CONVERSATION)
+    assert [tokenizer.decode(ids[start:end]) for start, end in spans(mask)] == [f"{one}<|im_end|>" for one in (A1, A2)]
+    assert ids == tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\nnewlines\n"])
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_spaces_around_an_answer_keep_its_end(tokenizer_of: TokenizerOf, family: str, content: str) -> None:
+    """Templates and byte-level offsets that trim spaces must not lose the end-of-turn id or include the newline."""
+    tokenizer = tokenizer_of(family)
+    ids, mask = response_mask(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": content}])
     ((start, end),) = spans(mask)
-    assert tokenizer.decode(ids[start:end]) == FAMILIES[name].written[1].replace(A2, Q1)
+    assert (
+        tokenizer.decode(ids[start:end])
+        == (content.strip() if family == "llama3" else content)
+        + {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}[family]
+    )
+
+
+def test_template_without_end_of_turn_marks_the_words_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With no special id after an answer, the newline and the next speaker's name stay outside."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    ids, mask = response_mask(tokenizer, CONVERSATION)
+    written = [tokenizer.decode(ids[start:end]).strip() for start, end in spans(mask)]
+    assert written == [A1, A2]
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for m in messages %}{{ m['role'] + messages | length | string }}{% endfor %}", "rewrites answers"),
+        ("{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}", "rewrites answers"),
+    ],
+)  # fmt: skip
+def test_unlocatable_answers_are_an_error(tokenizer: PreTrainedTokenizerFast, template: str, message: str) -> None:
+    """If a template rewrites earlier turns, the mask must not be guessed."""
+    tokenizer.chat_template = template
+    with pytest.raises(LossMaskError, match=message):
+        response_mask(tokenizer, CONVERSATION)
+
+
+def test_conversations_without_answers_are_an_error(tokenizer_of: TokenizerOf) -> None:
+    """Without supervised ids the training would silently learn nothing."""
+    for family in ("chatml", "chatml-tagged"):
+        with pytest.raises(LossMaskError, match="no response ids"):
+            response_mask(tokenizer_of(family), CONVERSATION[:1])
+    with pytest.raises(LossMaskError, match="begins with an assistant message; add a user message"):
+        response_mask(tokenizer_of("chatml"), CONVERSATION[1:])
+
+
+def test_template_errors_hold_the_message_of_the_template(
+    tokenizer_of: TokenizerOf, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Users must correct a rejected role or a missing template, so the error must name them."""
+    with pytest.raises(ChatTemplateError, match="System role not supported"):
+        response_mask(tokenizer_of("gemma"), [{"role": "system", "content": "x"}, *CONVERSATION])
+    tokenizer.chat_template = None
+    with pytest.raises(ChatTemplateError, match="no usable chat template"):
+        response_mask(tokenizer, CONVERSATION)
