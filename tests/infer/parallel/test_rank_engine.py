@@ -88,6 +88,19 @@ def test_a_worker_drafts_what_the_driver_chose():
         chooser._costs.seconds(1, most)
 
 
+def test_a_rank_without_memory_for_a_prompt_ends(tiny_target, monkeypatch):
+    """It read smaller chunks than the others, which waited for it inside their forward."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    engine = RankEngine(Told(), tiny_target)
+    monkeypatch.setattr(engine._prompts, "_read", full)
+    engine.add_request([5] * 90, GREEDY)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+
+
 def test_caches_are_of_one_size():
     """Who is let in follows from the pages: each rank would admit by its own free memory. Ranks share a CPU's."""
     shape = KVShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))

@@ -67,6 +67,7 @@ class PromptReader:
             complete, fresh, tokens = self._read_some(left, drafter)
             if not tokens:
                 return begun
+            self._scheduler.has_read()
             for request in complete:
                 request.ready = True
                 keep(running.index(request), request)

@@ -81,14 +81,18 @@ class Launches:
         self._in_flight = following
         return result, landing.began
 
+    def drop(self) -> None:
+        """Drop the round in flight: later users of its pages are launched after it."""
+        self._in_flight = None
+
     def may_take_rows(self) -> bool:
         """Whether the rows of ended requests may be freed. A round in flight holds them until it lands.
 
-        If all requests have ended, drop the round in flight: later users of its pages are launched after it.
+        If all requests have ended, drop the round in flight.
         """
         if any(not request.finished for request in self._scheduler.running):
             return self._in_flight is None
-        self._in_flight = None
+        self.drop()
         return True
 
     def _next(self, graphs: GraphRounds, in_flight: InFlight) -> InFlight | None:
