@@ -30,8 +30,8 @@ def broken_target(tiny_target):
 @pytest.mark.parametrize("shape", [None, "3,2,6"])
 @pytest.mark.parametrize(("temperature", "scored"), [(0.0, None), (1.0, None), (0.0, 0)])
 def test_logits_alone_are_judged_too(tiny_target, tiny_draft, monkeypatch, shape, temperature, scored):
-    """An overflow in the output matrix leaves finite states, and the answer was nonsense. Those of a scored prompt, too:
-    JSON has no NaN."""
+    """An overflow in the output matrix leaves finite states, and the answer was nonsense. So it is with a prompt that
+    is scored: JSON has no NaN."""
     settings = {"max_tokens": 16, "temperature": temperature, "ignore_eos": True, "prompt_logprobs": scored}
     params = [SamplingParams(seed=n, **settings) for n in range(3)]
     draft = {} if shape is None else {"draft": tiny_draft, "shape": DraftShape.parse(shape)}
