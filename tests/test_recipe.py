@@ -114,7 +114,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.max_len=512", "did you mean train.data.max_length?"),
         ("model=x", "did you mean target.model?"),
         ("train.optimizer.learning_rte=3", "did you mean train.optimizer.learning_rate?"),
-        ("trian.max_steps=3", "did you mean train?"),
+        ("trian.max_steps=3", "unknown key trian.max_steps; did you mean train.max_steps?"),
         ("bench.temprature=1", "unknown key bench.temprature; did you mean bench.temperature?"),
         ("target.revision=123", 'write it in quotes: "123"'),
         ("train.epochs=many", 'train.epochs = "many": it must be a valid number'),
@@ -166,6 +166,24 @@ def test_names_of_other_trainers_lead_to_keys() -> None:
     keys = set(_keys(Recipe, ""))
     assert ALIASES.keys() <= keys
     assert not {other for others in ALIASES.values() for other in others.split()} & keys
+
+
+def test_the_right_key_is_named_wherever_it_was_typed(tmp_path: Path) -> None:
+    """`data.batch_size` led to prompts.sources, as a whole section of others was read as a key."""
+    path, keys = write(tmp_path, MINIMAL), set(_keys(Recipe, ""))
+    names = {other: key for key, others in ALIASES.items() for other in others.split()}
+    for section in ("", "data.", "train.", "training.optimizer."):
+        typed = {section + other: key for other, key in names.items() if f"train.{other}" not in keys}
+        lines = refused(path, *(f"{one}=1" for one in typed)).splitlines()
+        for one, key in typed.items():
+            assert any(line.endswith(f"unknown key {one}; did you mean {key}?") for line in lines), one
+    for typed, key in [
+        ("rollouts.temperature_", "rollouts.temperature"),
+        ("bench.max_new_tokens", "bench.max_tokens"),
+        ("model.path", "target.model"),
+        ("training.ttt-steps", "train.unroll.ttt_steps"),
+    ]:
+        assert f"did you mean {key}?" in refused(path, f"{typed}=1")
 
 
 def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
