@@ -155,11 +155,20 @@ def zero2_on_two(tiny_run, tmp_path_factory) -> Path:
     return run
 
 
-def test_a_training_of_two_processes_goes_on_and_ends_with_one(zero2_on_two, tmp_path):
+@pytest.fixture(scope="module")
+def zero3_on_two(tiny_run, tmp_path_factory) -> Path:
+    run = _copy_run(tiny_run, tmp_path_factory.mktemp("two-zero3") / "run")
+    _train(run, "train.max_steps=40", "train.evaluation.eval_every=4", options=_processes(2, "zero3"))
+    return run
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_training_of_two_processes_goes_on_and_ends_with_one(request, tmp_path, zero):
     """Moments of another parameter, or a part in another place, would show in the ten losses after the conversion."""
     run, settings = tmp_path / "run", ("train.max_steps=40", "train.evaluation.eval_every=4")
-    shutil.copytree(zero2_on_two, run, ignore=shutil.ignore_patterns("ckpt", "state-000040", "manifest.json"))
-    for ours, theirs in zip(_train(run, *settings), _losses(zero2_on_two), strict=True):
+    on_two = request.getfixturevalue(f"zero{zero}_on_two")
+    shutil.copytree(on_two, run, ignore=shutil.ignore_patterns("ckpt", "state-000040", "manifest.json"))
+    for ours, theirs in zip(_train(run, *settings), _losses(on_two), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert not list((run / "train").glob("*.converted"))
     (newest,) = (run / "train").glob("state-000040/position.json")
@@ -171,13 +180,10 @@ def test_a_training_of_two_processes_goes_on_and_ends_with_one(zero2_on_two, tmp
 
 
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
-def test_two_processes_give_the_curve_of_one(tiny_run, uninterrupted, zero2_on_two, tmp_path, zero):
+def test_two_processes_give_the_curve_of_one(request, uninterrupted, zero):
     """fp32, same global batch: sums run in another order, so 1e-4 relative over 12 steps; a wrong denominator, share or
     learning rate is off by far more. Forecasts fall inside these steps: what they leave behind would show too."""
-    run = zero2_on_two
-    if zero == "zero3":
-        run = _copy_run(tiny_run, tmp_path / "run")
-        _train(run, "train.max_steps=40", "train.evaluation.eval_every=4", options=_processes(2, zero))
+    run = request.getfixturevalue(f"{zero}_on_two")
     for ours, theirs in zip(_losses(run)[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["supervised_tokens"] == theirs["supervised_tokens"]
