@@ -135,6 +135,24 @@ def test_names_of_other_trainers_lead_to_keys() -> None:
     assert not {other for others in ALIASES.values() for other in others.split()} & keys
 
 
+def test_the_right_key_is_named_wherever_it_was_typed(tmp_path: Path) -> None:
+    """`data.batch_size` led to prompts.sources, as a whole section of others was read as a key."""
+    path, keys = write(tmp_path, MINIMAL), set(_keys(Recipe, ""))
+    names = {other: key for key, others in ALIASES.items() for other in others.split()}
+    for section in ("", "data.", "train.", "training.optimizer."):
+        typed = {section + other: key for other, key in names.items() if f"train.{other}" not in keys}
+        lines = refused(path, *(f"{one}=1" for one in typed)).splitlines()
+        for one, key in typed.items():
+            assert any(line.endswith(f"unknown key {one}; did you mean {key}?") for line in lines), one
+    for typed, key in [
+        ("rollouts.temperature_", "rollouts.temperature"),
+        ("bench.max_new_tokens", "bench.max_tokens"),
+        ("model.path", "target.model"),
+        ("training.ttt-steps", "train.unroll.ttt_steps"),
+    ]:
+        assert f"did you mean {key}?" in refused(path, f"{typed}=1")
+
+
 def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
     """YAML silently keeps the last of two equal keys; a recipe must not."""
     assert "target.model is missing" in refused(write(tmp_path, "name: x\ntarget: {}\n"))

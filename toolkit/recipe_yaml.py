@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -117,7 +117,7 @@ _WORDS = {"bool_type": "true or false", "dataclass_type": "a mapping of keys", "
 
 
 def _problem(error: ErrorDetails, place: str, known: list[str]) -> str:
-    """Return one line: the key, what was given, what is needed. known: dotted names of keys."""
+    """Return a line a key: its name, what was given, what is needed. known: dotted names of keys."""
     given, kind, context = error["input"], error["type"], error.get("ctx", {})
     if isinstance(context.get("error"), RecipeError):  # from the check of a section; it contains the keys
         return str(context["error"])
@@ -125,19 +125,33 @@ def _problem(error: ErrorDetails, place: str, known: list[str]) -> str:
     if kind == "missing":
         return f"{key} is missing; it has no default"
     if kind == "unexpected_keyword_argument":
-        return f"unknown key {key}; did you mean {_nearest(key, known)}?"
+        return "\n".join(f"unknown key {one}; did you mean {_nearest(one, known)}?" for one in _typed(key, given))
     message = f"it must be {_WORDS[kind]}" if kind in _WORDS else error["msg"].removeprefix("Value error, ")
     quoted = f' (write it in quotes: "{given}")' if kind == "string_type" and given is not None else ""
     return f"{key} = {as_json(given)}: {message.replace('Input should', 'it must')}{quoted}"
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    """The key that is meant: one that others call so, unless in another section, else the most similar one."""
-    section, _, last = key.rpartition(".")
-    meant = (
-        name for name, others in ALIASES.items() if last in others.split() and name.startswith(section.split(".")[0])
-    )
-    return next(meant, None) or max(known, key=lambda name: _likeness(name, key))
+def _nearest(key: str, known: Sequence[str]) -> str:
+    """The key that is meant: what others call so, or a key of this name in another section, else the most similar one.
+    One of the section where it was typed comes first."""
+    sections, _, last = key.rpartition(".")
+    section = sections.split(".")[0]
+    last = last.strip("_").replace("-", "_").lower()
+    words = {last, f"{sections.rpartition('.')[2]}_{last}"}  # model.path is model_path
+    meant = [name for name, others in ALIASES.items() if not words.isdisjoint(others.split())]
+    words |= {name.rpartition(".")[2] for name in meant}
+    same = [name for name in known if name.rpartition(".")[2] in words]
+    here = [name for name in same if name.split(".")[0] == section]
+    return max(here or meant or same or known, key=lambda name: _likeness(name, key))
+
+
+def _typed(key: str, given: object) -> Iterator[str]:
+    """Yield the dotted names of the keys under an unknown one: a whole section may be wrong."""
+    if not isinstance(given, dict) or not given:
+        yield key
+        return
+    for name, value in given.items():
+        yield from _typed(f"{key}.{name}", value)
 
 
 def _likeness(one: str, other: str) -> float:

@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     cut = most_even_distribution(target, prompts, stages=1).prompt
-    batches = [written_by(target, prompts), written_by(target, [cut] * 32, temperature=1.0, top_k=4, ignore_eos=True)]
+    batches = [written_by(target, prompts), written_by(target, [cut] * 16, temperature=1.0, top_k=4, ignore_eos=True)]
     counts = sum(torch.bincount(batch.input_ids[batch.response], minlength=target.vocab_size) for batch in batches)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
     token_map = build_token_map(counts, size=SIZE, forced_ids=forced)
@@ -85,9 +86,10 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     plan = plan_head(settings, target, token_map)
     head = start_head(plan, settings, target, 0, batches[:1])
     side = TargetSide(target, plan.token_map, plan.aux_layer_ids, "fp32")
+    side.features = cache(side.features)
     model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for batch in 25 * batches:
+    for batch in 20 * batches:
         loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
@@ -205,14 +207,24 @@ def fc_blocks_swapped(config, tensors):
     tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(3, dim=1)[::-1], dim=1)
 
 
-def halves_swapped(config, tensors):
-    name = "midlayer.self_attn.v_proj.weight"
-    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+def q_heads_swapped(config, tensors):
+    """Across the groups that share a head of keys."""
+    name = "midlayer.self_attn.q_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=0)[::-1])
 
 
-def heads_permuted(config, tensors):
-    name = "midlayer.self_attn.o_proj.weight"
-    tensors[name] = torch.cat(tensors[name].chunk(4, dim=1)[::-1], dim=1)
+def q_heads_permuted_in_groups(config, tensors):
+    name = "midlayer.self_attn.q_proj.weight"
+    tensors[name] = torch.cat([tensors[name].chunk(4)[at] for at in (1, 0, 3, 2)])
+
+
+def k_heads_swapped(config, tensors):
+    name = "midlayer.self_attn.k_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
+
+
+def last_aux_up(config, tensors):
+    config["toolkit"]["aux_layer_ids"][-1] += 1
 
 
 def larger_logits(config, tensors):
@@ -224,6 +236,7 @@ def larger_logits(config, tensors):
     [
         (aux_up, "acceptance", "aux_layer_ids is [3, 4, 5], was [2, 3, 4]"),
         (one_aux_up, "target", "aux_layer_ids is [2, 4, 4]"),
+        (last_aux_up, "acceptance", "aux_layer_ids is [2, 3, 5], was [2, 3, 4]"),
         (aux_beyond, "target", "aux_layer_ids is [2, 3, 40]; a target of 7 layers"),
         (aux_descending, "target", "aux_layer_ids is [2, 4, 3]; a target of 7 layers needs ascending"),
         (other_template, "template", "trained with the template sha256 000000000000"),
@@ -236,8 +249,9 @@ def larger_logits(config, tensors):
         (other_target, "target", "another configuration"),
         (norms_swapped, "acceptance", "changed since: values of midlayer.input_layernorm.weight, midlayer.hidden"),
         (fc_blocks_swapped, "acceptance", "changed since: values of fc.weight"),
-        (halves_swapped, "acceptance", "changed since: values of midlayer.self_attn.v_proj.weight"),
-        (heads_permuted, "acceptance", "changed since: values of midlayer.self_attn.o_proj.weight"),
+        (q_heads_swapped, "acceptance", "changed since: values of midlayer.self_attn.q_proj.weight"),
+        (q_heads_permuted_in_groups, "acceptance", "changed since: values of midlayer.self_attn.q_proj.weight"),
+        (k_heads_swapped, "acceptance", "changed since: values of midlayer.self_attn.k_proj.weight"),
         (larger_logits, None, "changed since: values of lm_head.weight, without harm"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -22,8 +22,9 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None:
-    """A long rollout keeps its beginning; a rollout without supervised ids is not counted as data."""
+def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path, caplog) -> None:
+    """A long rollout keeps its beginning. One without supervised ids, such as a text that a base model continues after
+    `max_length`, is not counted as data, and its number is told."""
     path = write(
         tmp_path / "rollouts.jsonl",
         [
@@ -34,6 +35,7 @@ def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None
     )
     examples, cut = load_examples(path, "train", 4)
     assert list(examples) == [Example("a", [1, 2, 3, 4], [False, False, True, True])] and cut == 2
+    assert "skipped 1 train rollouts without supervised ids within 4 ids" in caplog.text
     assert load_examples(path, "held_out", 4)[1] == 0
 
 

@@ -83,6 +83,9 @@ class ScriptedEngine:
         self.waiting = [r for r in self.waiting if r is not request]
         self.running = [r for r in self.running if r is not request]
 
+    def drop_all(self) -> None:
+        self.waiting, self.running = [], []
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

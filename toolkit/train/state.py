@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +36,14 @@ log = get_logger(__name__)
 POSITION_FILE = "position.json"
 # As accelerate and DeepSpeed name them.
 OF_MODEL, FLAT = "pytorch_model/mp_rank_00_model_states.pt", "single_partition_of_fp32_groups"
+OF_MODEL_ZERO3 = "pytorch_model/zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+class Place(NamedTuple):
+    """Where a parameter's part is in the flat part of its group."""
+
+    start: int
+    numel: int
 
 
 @dataclass
@@ -158,7 +167,7 @@ def restore_state(
 def is_of_other_layout(accelerator: Accelerator, engine: Any, state: Path, processes: int) -> bool:
     """Whether a state was written by another number of processes or at another ZeRO stage than is running.
 
-    Raises `ResumeError` if it cannot be converted: from or to ZeRO-3.
+    Raises `ResumeError` if it cannot be converted: to ZeRO-3.
     """
     running, now = accelerator.num_processes, int(engine.zero_optimization_stage())
     if not _parts(state):
@@ -169,32 +178,48 @@ def is_of_other_layout(accelerator: Accelerator, engine: Any, state: Path, proce
     before = int(_load(_parts(state)[0])["optimizer_state_dict"]["zero_stage"])
     if (processes, before == 3) == (running, now == 3):
         return False
-    if 3 in (before, now):
+    if now == 3:
         raise ResumeError(
-            f"{state} was written by {processes} processes under ZeRO-{before}, and {running} run under ZeRO-{now}; a "
-            f"state of ZeRO-3 is not converted: launch {processes} processes under ZeRO-{before} to resume it "
-            f"(--config_file recipes/accelerate/zero{before}.yaml), or choose another run_dir"
+            f"{state} was written by {processes} processes under ZeRO-{before}, and {running} run under ZeRO-3, to "
+            f"which no state is converted: launch {processes} processes under ZeRO-{before} to resume it "
+            f"(--config_file recipes/accelerate/zero{before}.yaml), or any number under ZeRO-2, or choose another "
+            "run_dir"
         )
     return True
 
 
 def converted_state(accelerator: Accelerator, engine: Any, state: Path, processes: int) -> Path:
-    """Write `state` beside itself as the running processes would have written it. All processes must call this.
+    """Write `state` beside itself as the running processes, under ZeRO-1 or 2, would have written it. All processes
+    must call this.
 
-    ZeRO-1 and 2 cut the flat weights and moments of a parameter group into one part for each process. The parts are
-    joined by parameter and cut again as the running processes hold them.
+    ZeRO-1 and 2 cut the flat weights and moments of a parameter group into one part for each process, ZeRO-3 those of
+    each parameter. The parts are joined by parameter and cut again as the running processes hold them.
+    Raises `ResumeError` for a head so large that ZeRO-3 has divided its parameter groups.
     """
     into = state.with_name(f"{state.name}.converted")
+    parts = [_load(path) for path in _parts(state)]
+    joined = [one["optimizer_state_dict"] for one in parts]
+    own = engine.optimizer.state_dict()
+    of_zero3 = state / OF_MODEL_ZERO3
+    model = _load(of_zero3 if of_zero3.is_file() else state / OF_MODEL)
+    if of_zero3.is_file():
+        joined = [_as_zero2(one, model["param_shapes"], len(parts)) for one in joined]
+        if len(joined[0][FLAT]) != len(own[FLAT]):
+            raise ResumeError(
+                f"{state} is of ZeRO-3 and too large to be converted: launch {processes} processes under it"
+            )
+        wholes = (_whole([one[FLAT][at] for one in joined], joined, at) for at in range(len(own[FLAT])))
+        weights = {name: flat for whole in wholes for name, flat in whole.items()}
+        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+        model["module"] = engine.module.state_dict() | {
+            name: weights[name][: shape.numel()].view(shape) for name, shape in shapes.items()
+        }
     if accelerator.is_main_process:
         log.info("converting %s of %d processes to %d", state, processes, accelerator.num_processes)
         shutil.rmtree(into, ignore_errors=True)
         (into / OF_MODEL).parent.mkdir(parents=True)
-        model = _load(state / OF_MODEL)
         torch.save({**model, "dp_world_size": accelerator.num_processes}, into / OF_MODEL)
     accelerator.wait_for_everyone()
-    parts = [_load(path) for path in _parts(state)]
-    joined = [one["optimizer_state_dict"] for one in parts]
-    own = engine.optimizer.state_dict()
     own["base_optimizer_state"] = dict(joined[0]["base_optimizer_state"])
     places = {name: one._hp_mapping for name, one in engine.module.named_parameters()}
     flat, moments = [], {}
@@ -217,15 +242,32 @@ def converted_state(accelerator: Accelerator, engine: Any, state: Path, processe
 
 def _cut(parts: Any, states: Any, group: int, cut: Any, places: Any, size: int) -> torch.Tensor:
     """Join the flat parts [P] of a group by parameter, and return the part [size] of this process."""
-    whole: dict[str, list[torch.Tensor]] = {}
-    for part, state in zip(parts, states, strict=True):
-        for name, at in state["param_slice_mappings"][group].items():
-            whole.setdefault(name, []).append(part[at.start : at.start + at.numel])
+    whole = _whole(parts, states, group)
     mine = torch.zeros(size, dtype=parts[0].dtype)
     for name, at in cut.items():
         first = places[name].lp_fragment_address.start
-        mine[at.start : at.start + at.numel] = torch.cat(whole[name])[first : first + at.numel]
+        mine[at.start : at.start + at.numel] = whole[name][first : first + at.numel]
     return mine
+
+
+def _whole(parts: Any, states: Any, group: int) -> dict[str, torch.Tensor]:
+    """Join the flat parts [P] of a group by parameter; under ZeRO-3 with padding at each end."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for part, state in zip(parts, states, strict=True):
+        for name, at in state["param_slice_mappings"][group].items():
+            found.setdefault(name, []).append(part[at.start : at.start + at.numel])
+    return {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+def _as_zero2(state: Any, shapes: Any, processes: int) -> dict[str, Any]:
+    """A process's state of ZeRO-3, which has a part of every parameter, in the words of ZeRO-2."""
+    places = []
+    for group in shapes:
+        sizes = [-(-shape.numel() // processes) for shape in group.values()]  # the last part ends with padding
+        starts = accumulate(sizes, initial=0)
+        places.append(dict(zip(group, map(Place, starts, sizes), strict=True)))
+    base = state["optimizer_state_dict"]
+    return {FLAT: state["fp32_flat_groups"], "base_optimizer_state": base, "param_slice_mappings": places}
 
 
 def _parts(state: Path) -> list[Path]:

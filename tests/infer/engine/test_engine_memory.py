@@ -15,8 +15,10 @@ import torch
 from toolkit.infer.cache import cache_manager as kv_memory
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.estimates import LookupArm
+from toolkit.infer.engine import scheduler
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
+from toolkit.infer.engine.scheduler import LEAST_CHUNK
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -402,6 +404,32 @@ def test_a_prefill_that_runs_out_of_memory_fails_at_most_its_own_request(tiny_ta
             assert long.failed and "needs more memory" in long.stop_reason
         engine.check_integrity()
         engine.close()
+
+
+def test_chunks_grow_back_and_only_what_was_read_fails(tiny_target, monkeypatch):
+    """Chunks stayed small for the rest of the server's life, and a request of higher priority that had just come was
+    ended in place of the one that was read."""
+    engine, later = Engine(tiny_target), []
+    read = engine._prompts._read
+
+    def limited(row, group, tokens, drafter):
+        if group[0].priority:
+            if engine.scheduler.chunk == LEAST_CHUNK:
+                later.append(engine.add_request([5, 6], SamplingParams(max_tokens=4), priority=0))
+            raise torch.OutOfMemoryError
+        return read(row, group, tokens, drafter)
+
+    monkeypatch.setattr(engine._prompts, "_read", limited)
+    whole = engine.scheduler.chunk
+    big = engine.add_request([9] * 10, SamplingParams(max_tokens=4), priority=1)
+    while engine.has_work():
+        engine.step()
+    assert big.failed and not later[0].failed and len(later[0].output_ids) == 4
+    assert engine.scheduler.chunk == LEAST_CHUNK
+    monkeypatch.setattr(scheduler, "READS_TO_GROW", 2)
+    for first in range(3, 30):
+        engine.generate([[first] * 300], SamplingParams(max_tokens=1))
+    assert engine.scheduler.chunk == whole
 
 
 @pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (1.0, 16), (1e-6, 1024)])

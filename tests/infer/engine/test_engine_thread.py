@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError
@@ -99,6 +100,53 @@ def test_engine_that_cannot_forget_its_requests_is_declared_dead(scripted):
         assert not thread.alive
         with pytest.raises(EngineFailure, match="does not run"):
             await thread.submit([1], PARAMS)
+
+    with_thread(engine, work)
+
+
+def test_aborts_that_fail_after_a_failed_step_end_nothing_else(tiny_target, monkeypatch):
+    """The engine kept the rows, and the thread ended. The rows are freed without their text, and the server goes on."""
+    engine = Engine(tiny_target)
+    (wanted,) = engine.generate([[5, 6, 7]], PARAMS)
+    engine.allow = asyncio.Event()  # as the scripted engine has
+
+    def fail(row, request):
+        raise RuntimeError("no room for the prefix")
+
+    async def work(thread):
+        long = SamplingParams(max_tokens=400, ignore_eos=True)
+        first, second, third = [await thread.submit([one], long) for one in (8, 9, 10)]
+        await anext(third.updates())
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_keep", fail)
+            thread.abort(first)
+            for ticket in (second, third):
+                with pytest.raises(EngineFailure, match="no room"):
+                    await read(ticket)
+        answer = await read(await thread.submit([5, 6, 7], PARAMS))
+        engine.check_integrity()
+        assert thread.alive and not engine.has_work()
+        return answer
+
+    assert with_thread(engine, work) == wanted.output_ids
+    engine.close()
+
+
+def test_an_abort_that_does_not_reach_the_engine_ends_the_request(scripted):
+    """Its reader waited for ever."""
+    engine = scripted(lambda prompt_ids: [7] * 400)
+    engine.step_seconds = 0.002
+
+    def fail(request):
+        raise RuntimeError("no pipe")
+
+    async def work(thread):
+        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
+        engine.abort = fail
+        thread.abort(ticket)
+        with pytest.raises(EngineFailure, match="failed to end"):
+            await read(ticket)
+        assert thread.alive
 
     with_thread(engine, work)
 

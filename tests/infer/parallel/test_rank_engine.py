@@ -18,7 +18,7 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import WORKER, LoadedEngine, interrupted_by_loss
-from toolkit.infer.parallel.rank_engine import DriversShape
+from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError, SamplingError
@@ -58,6 +58,19 @@ def test_a_worker_drafts_what_the_driver_chose():
     chooser.record([], most, [], 1e9, 1e9)  # says nothing
     with pytest.raises(AssertionError, match="no plain round was measured"):
         chooser._costs.seconds(1, most)
+
+
+def test_a_rank_without_memory_for_a_prompt_ends(tiny_target, monkeypatch):
+    """It read smaller chunks than the others, which waited for it inside their forward."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    engine = RankEngine(Told(), tiny_target)
+    monkeypatch.setattr(engine._prompts, "_read", full)
+    engine.add_request([5] * 90, GREEDY)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
 
 
 def test_caches_are_of_one_size():

@@ -173,6 +173,16 @@ def test_a_deadline_begins_when_the_request_arrives(serve, held, monkeypatch):
     assert not scene.engine.has_work() and scene.post(BODY).status_code == 200
 
 
+def test_a_deadline_holds_for_every_prompt_of_a_list(serve):
+    """Only the first one was cut: a list could hold its rows for hours."""
+    scene = serve(rows=1)  # the second prompt waits for the first
+    scene.engine.step_seconds, scene.engine.script = 0.02, lambda ids: [7] * (2 if ids == [8] else 400)
+    body = {"model": NAME, "prompt": [[8], [9], [9]], "max_tokens": 400, "timeout": 0.5}
+    choices = scene.post(body, "/v1/completions").json()["choices"]
+    assert [one["finish_reason"] for one in choices] == ["stop", "abort", "abort"] and choices[1]["text"]
+    until(lambda: not scene.engine.has_work())
+
+
 # -- the size of a text ------------------------------------------------------------------------------------------------
 
 

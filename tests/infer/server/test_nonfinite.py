@@ -27,6 +27,39 @@ def broken_target(tiny_target):
 
 
 @pytest.mark.parametrize("shape", [None, "3,2,6"])
+@pytest.mark.parametrize(("temperature", "scored"), [(0.0, None), (1.0, None), (0.0, 0)])
+def test_logits_alone_are_judged_too(tiny_target, tiny_draft, monkeypatch, shape, temperature, scored):
+    """An overflow in the output matrix leaves finite states, and the answer was nonsense. So it is with a prompt that
+    is scored: JSON has no NaN."""
+    settings = {"max_tokens": 16, "temperature": temperature, "ignore_eos": True, "prompt_logprobs": scored}
+    params = [SamplingParams(seed=n, **settings) for n in range(3)]
+    draft = {} if shape is None else {"draft": tiny_draft, "shape": DraftShape.parse(shape)}
+    engine = Engine(tiny_target, prefix_cache=False, **draft)
+    wanted = [request.output_ids for request in engine.generate(PROMPTS, params)]
+    finish, seen = Target.finish_scores, []
+
+    def finished(target, scores):
+        seen.append(scores.flatten(0, -2))
+        return finish(target, scores)
+
+    monkeypatch.setattr(Target, "finish_scores", finished)
+    engine.generate(PROMPTS[:1], params[:1], speculative=False)
+    broken = torch.cat(seen)[1 if scored is not None else 9]  # of a token of the prompt, or after ten tokens
+
+    def overflowing(target, scores):
+        hit = torch.isclose(scores, broken, atol=1e-3).all(dim=-1, keepdim=True)
+        return finish(target, scores.masked_fill(hit & (torch.arange(scores.shape[-1]) == 50), torch.inf))
+
+    monkeypatch.setattr(Target, "finish_scores", overflowing)
+    first, *rest = engine.generate(PROMPTS, params)
+    assert first.failed and "not finite" in first.stop_reason
+    assert first.output_ids == wanted[0][: len(first.output_ids)] and len(first.output_ids) < 10
+    assert [one.output_ids for one in rest] == wanted[1:]
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", [None, "3,2,6"])
 def test_nothing_of_it_reaches_other_requests(tiny_target, broken_target, tiny_draft, shape):
     """A page with NaN that another request gets poisons it: what is masked is multiplied by 0, and 0 * nan is nan."""
     params = SamplingParams(max_tokens=24, logit_bias={BROKEN: -100})

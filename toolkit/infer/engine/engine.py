@@ -94,6 +94,8 @@ class Engine:
     or target, CompileError if compilation fails.
     """
 
+    _one_process = True  # whether this process alone decides what is read
+
     def __init__(
         self,
         target: Target,
@@ -243,6 +245,15 @@ class Engine:
         if not self.scheduler.drop_unstarted(request):
             self._finish()
 
+    @torch.inference_mode()
+    def drop_all(self) -> None:
+        """End all requests with finish_reason "abort" and free their rows; keep none of their text. For an engine whose
+        `abort` fails."""
+        self._rounds.drop()
+        for request in self.scheduler.drop_all():
+            request.finish_reason = request.finish_reason or "abort"
+        self._rounds.rows_changed()
+
     @property
     def max_running_requests(self) -> int:
         """The largest batch."""
@@ -336,11 +347,11 @@ class Engine:
         try:
             begun = self._prompts.read_due(self.drafter, self._keep)
         except BaseException as error:
-            self.scheduler.put_back()
+            being_read = self.scheduler.put_back()
             self._rounds.rows_changed()  # prompts prefilled before the failure hold rows now
-            if not out_of_memory(error):
-                raise
-            return self.scheduler.read_less(str(error))
+            if self._one_process and out_of_memory(error):
+                return self.scheduler.read_less(being_read, str(error))
+            raise
         if len(self._running) > before:
             self._rounds.rows_changed()
             self._finish()

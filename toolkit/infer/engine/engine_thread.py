@@ -5,7 +5,7 @@
           +----- updates (tokens, end, failure) ----------+
 
 Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later ones still run.
-If the engine cannot drop its requests either, the thread stops and all requests fail.
+A failed abort ends its request only. If the engine cannot even drop all rows, the thread stops and all requests fail.
 
 A request can be cut: at its deadline, or when the server ends. The asyncio side then ends it at once, even if the
 engine hangs in a step, with the tokens that it has so far.
@@ -253,7 +253,10 @@ class EngineThread:
                 elif ticket._request is not None and id(ticket.request) in self._active:
                     del self._active[id(ticket.request)]
                     self._abort(ticket.request)
-                    ticket._deliver(ticket.request)
+                    if ticket.request.finished:
+                        ticket._deliver(ticket.request)
+                    else:  # it still runs in the engine, for nobody
+                        ticket._fail(EngineFailure("the engine failed to end this request"))
         return True
 
     @contextlib.contextmanager
@@ -266,7 +269,7 @@ class EngineThread:
             self._call_began = None
 
     def _abort(self, request: Request) -> None:
-        """Abort a request. If that fails, the others go on: the next step frees its row, or fails itself."""
+        """Abort a request. If that fails, the others go on: the next step frees its row, or `_drop_all` does."""
         try:
             self._engine.abort(request)
         except Exception:
@@ -310,13 +313,15 @@ class EngineThread:
             raise RuntimeError(f"the engine is idle but {len(self._active)} requests have not ended")
 
     def _drop_all(self, error: Exception) -> None:
-        """Fail and abort all active requests after a failed step. Raises RuntimeError if the engine keeps any."""
+        """Fail and abort all active requests after a failed step. Raises an error if the engine keeps any."""
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
         for request in reversed(requests):  # last row first, so that no half-written row moves
             self._abort(request)
+        if self._engine.has_work():  # an abort failed, now or earlier
+            self._engine.drop_all()
         if self._engine.has_work():
-            raise RuntimeError("the engine still has work after all its requests were aborted")
+            raise RuntimeError("the engine still has work after all its requests were dropped")
 
     def _fail_all(self, error: EngineFailure) -> None:
         for ticket in self._active.values():

@@ -5,6 +5,7 @@ Shapes: B rows, N tokens of each (padded on the right), H hidden size.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.round import append
 from toolkit.infer.engine.scheduler import LEAST_CHUNK, Scheduler
 from toolkit.infer.request.draft_tree import root_only
-from toolkit.infer.request.request import Request, TokenLogprob
+from toolkit.infer.request.request import NOT_FINITE, Request, TokenLogprob
 from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
@@ -67,6 +68,7 @@ class PromptReader:
             complete, fresh, tokens = self._read_some(left, drafter)
             if not tokens:
                 return begun
+            self._scheduler.has_read()
             for request in complete:
                 request.ready = True
                 keep(running.index(request), request)
@@ -168,10 +170,13 @@ class PromptReader:
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = sampler(logits, positions, roots)
         followed = follow(roots, first.tokens)
-        followed.mark_nonfinite(hidden[rows, ends])
+        followed.mark_nonfinite(hidden[rows, ends], logits.sum(dim=-1, dtype=torch.float32))
         result = read_result(followed, first.extra)
         for row, request in enumerate(requests):
-            append(request, row, result)
+            if any(math.isnan(entry.logprob) for entry in request.prompt_logprobs):
+                request.fail(NOT_FINITE)
+            else:
+                append(request, row, result)
         if first.logprobs is not None:
             first.logprobs.record(requests, result)
         return requests

@@ -74,12 +74,12 @@ def run_round(
     The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
     tree = propose(rows)
     hidden = forward_tree(context, rows, tree)
-    choices = choose_tokens(context, rows, tree, hidden, sampler)
+    choices, sums = choose_tokens(context, rows, tree, hidden, sampler)
     decided = tree, choices.tokens
     if context.forced is not None:
         decided = context.forced(*decided, rows.roots, rows.lengths)
     followed = follow(*decided)
-    followed.mark_nonfinite(hidden)
+    followed.mark_nonfinite(hidden, sums)
     committed = (followed.accepted + 1) * rows.real
     if context.head is not None:
         context.head.keep_features(rows, tree, followed, committed)
@@ -102,14 +102,18 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Ten
 
 def choose_tokens(
     context: RoundContext, rows: RoundRows, tree: DraftTree, hidden: Tensor, sampler: NodeSampler
-) -> Choices:
-    """The target's token at every node, [B, N]; hidden [B, N, H]. Logits of large batches are computed in parts."""
-    logits, nodes = context.forward.logits, nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
+) -> tuple[Choices, Tensor]:
+    """The target's token at every node, [B, N], and the sum of its logits, [B, N] fp32; hidden [B, N, H].
+
+    Logits of large batches are computed in parts."""
+    nodes = nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
     positions = (rows.lengths + 1)[:, None] + tree.depths
-    if nodes >= tree.nodes:
-        return sampler(logits(hidden), positions, tree)
-    parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
-    return Choices.joined([sampler(logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)])
+    chosen, sums = [], []
+    for first in range(0, tree.nodes, nodes):
+        logits = context.forward.logits(hidden[:, first : first + nodes])
+        sums.append(logits.sum(dim=-1, dtype=torch.float32))
+        chosen.append(sampler(logits, positions[:, first : first + nodes], tree, first))
+    return (chosen[0], sums[0]) if len(chosen) == 1 else (Choices.joined(chosen), torch.cat(sums, dim=1))
 
 
 def compact(cache: KVCache, rows: RoundRows, followed: AcceptedPath) -> None:
@@ -253,6 +257,10 @@ class Rounds:
         self._in_flight = following
         return landing, result
 
+    def drop(self) -> None:
+        """Drop the round in flight: later users of its pages are launched after it."""
+        self._in_flight = None
+
     def may_take_rows(self) -> bool:
         """Whether the rows of ended requests may be freed. A round in flight holds them until it lands.
 
@@ -260,7 +268,7 @@ class Rounds:
         """
         if any(not request.finished for request in self._scheduler.running):
             return self._in_flight is None
-        self._in_flight = None
+        self.drop()
         return True
 
     def set_rows(self, requests: Sequence[Request], count: int | None = None) -> tuple[RoundRows, list[RowState]]:

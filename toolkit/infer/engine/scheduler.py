@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Literal
 
@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 # Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
 LEAST_PADDING, MOST_PADDING = 32, 0.1
 LEAST_CHUNK = 64  # tokens that are read at once where memory is short
+READS_TO_GROW = 32  # chunks, after which memory may suffice for larger ones again
 Move = tuple[int, int]  # (destination row, source row)
 _order = attrgetter("order")
 Padding = Literal["any", "little", "none"]
@@ -37,6 +38,7 @@ class Scheduler:
 
     def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, padding: Padding = "any") -> None:
         self.max_running_requests, self.chunk, self.memory, self._padding = max_running_requests, chunk, memory, padding
+        self._whole_chunk, self._reads = chunk, 0  # chunks read since `chunk` changed last
         self.waiting: deque[Request] = deque()  # by priority, then by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
@@ -110,25 +112,35 @@ class Scheduler:
         self.running.append(request)
         return request
 
-    def put_back(self) -> None:
-        """Return the requests of a failed prefill, which hold the last rows, to the queue."""
+    def put_back(self) -> list[Request]:
+        """Return the requests of a failed prefill, which hold the last rows, to the queue. Returns them in order."""
+        back: list[Request] = []
         while self.running and not self.running[-1].ready:
             self.memory.release(len(self.running) - 1)
-            self.enqueue(self.running.pop())
+            back.append(self.running.pop())
+            self.enqueue(back[-1])
+        return back[::-1]
 
-    def read_less(self, error: str) -> list[Request]:
-        """After a prefill that ran out of memory: read smaller chunks, or end the next prompt if they are the smallest.
-        Returns the requests that ended."""
+    def read_less(self, being_read: Sequence[Request], error: str) -> list[Request]:
+        """After a prefill of these requests ran out of memory: read smaller chunks, or end the first of them if chunks
+        are the smallest. Returns the requests that ended."""
+        self._reads = 0
         if self.chunk > LEAST_CHUNK:
             self.chunk = max(LEAST_CHUNK, self.chunk // 2)
             logger.warning("a prefill ran out of memory; prompts are read in chunks of %d tokens", self.chunk)
             return []
-        victim = self.reading or next(iter(self.waiting), None)
+        victim = self.reading or next(iter(being_read), None)
         if victim is None:
             return []
         victim.fail(f"the prompt needs more memory than is left ({error})")
         self.drop_unstarted(victim)
         return [victim]
+
+    def has_read(self) -> None:
+        """Count a read chunk. After READS_TO_GROW of them without an error, chunks that got smaller double."""
+        self._reads += 1
+        if self.chunk < self._whole_chunk and self._reads >= READS_TO_GROW:
+            self.chunk, self._reads = min(self._whole_chunk, 2 * self.chunk), 0
 
     def drop_unstarted(self, request: Request) -> bool:
         """Remove a request that waits or is `reading`. Returns False if it is neither."""
@@ -140,6 +152,17 @@ class Scheduler:
         else:
             return False
         return True
+
+    def drop_all(self) -> list[Request]:
+        """Forget all requests, and wipe and free all rows. Returns the requests."""
+        dropped = [*self.running, *self.waiting, *([] if self.reading is None else [self.reading])]
+        self.running.clear()
+        self.waiting.clear()
+        self.reading = None
+        for row in range(self.memory.pool.rows):
+            self.memory.pool.clear(row)
+            self.memory.release(row)
+        return dropped
 
     def retire(self, keep: Callable[[int, Request], None]) -> list[Move]:
         """Call `keep(row, request)` for each ended request and free its row. Returns the moves of rows, in order."""

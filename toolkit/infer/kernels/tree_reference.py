@@ -36,11 +36,12 @@ class AcceptedPath:
     def empty(cls, rows: int, longest: int, device: torch.device) -> AcceptedPath:
         return cls(torch.empty(rows, 3 + 3 * longest, dtype=torch.long, device=device))
 
-    def mark_nonfinite(self, hidden: Tensor) -> None:
-        """Set `offered` to -1 in rows whose hidden states [B, N, H] have NaN or infinity: so have their logits, and
-        rows that read their keys."""
+    def mark_nonfinite(self, hidden: Tensor, sums: Tensor) -> None:
+        """Set `offered` to -1 in rows that have NaN or infinity: in hidden states [B, N, H] of any node, as rows read
+        their keys, or in logits on the path. sums [B, N]: of each node's logits; one is finite iff they are."""
         largest = torch.linalg.vector_norm(hidden.flatten(1), ord=torch.inf, dim=1)  # one kernel; NaN stays
-        self.numbers[:, 1].masked_fill_((largest < torch.inf).logical_not(), -1)
+        together = largest + sums.gather(1, self.path).sum(dim=1)
+        self.numbers[:, 1].masked_fill_(together * 0 != 0, -1)
 
     @property
     def accepted(self) -> Tensor:

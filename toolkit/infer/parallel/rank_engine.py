@@ -25,7 +25,11 @@ from toolkit.infer.request.request import Request
 
 
 class RankEngine(Engine):
-    """An engine whose forwards need all ranks. The driver makes the choices that depend on the clock."""
+    """An engine whose forwards need all ranks. The driver makes the choices that depend on the clock.
+
+    A rank that runs out of memory ends the group: the others wait for it inside the forward."""
+
+    _one_process = False
 
     def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
