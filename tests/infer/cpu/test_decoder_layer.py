@@ -7,7 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import train_tokenizer
+from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import blocked_product
 from toolkit.infer.cpu.quantize import quantize_model
 from toolkit.infer.engine.cpu_door import install_native_ops, pack
@@ -35,6 +38,9 @@ class Causal:
 
     def attend(self, layer, q, k, v, scoring):
         return attend_causal(q, k, v, scaling=scoring.scaling)
+
+    def row_attention(self, *_layer):
+        return None
 
 
 def build(
@@ -78,6 +84,39 @@ def test_the_layer_is_that_of_transformers_and_a_row_stands_alone(family, quanti
         assert torch.equal(ours, run(forward, x, fused=True))
     finally:
         torch.set_num_threads(1)
+
+
+class InParts:
+    """Metadata of a forward whose layers may not run in one call."""
+
+    def __init__(self, metadata):
+        self.attend = metadata.attend
+
+    def row_attention(self, *_layer):
+        return None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_call_is_the_parts(family):
+    """Rows of several lengths, some past a page, with trees: the same bits in states and cache."""
+    forward, (lengths, nodes) = build(family), ([3, 40, 17], 6)
+    pool = PagePool(3, 64)
+    for row, length in enumerate(lengths):
+        pool.grow(row, length + nodes)
+    table = pool.table(0, 3, pool.pages_of(64), torch.device("cpu"))
+    at = torch.tensor(lengths)[:, None] + torch.tensor([0, 1, 1, 2, 2, 3])
+    mask = torch.eye(nodes, dtype=torch.bool) | (torch.rand(3, nodes, nodes) < 0.5).tril()
+    ids, found = torch.randint(3, 400, (3, nodes)), []
+    for whole in (True, False):
+        cache = KVCache(forward.kv_shape, pool)
+        generator = torch.Generator().manual_seed(1)
+        for one in (*cache.keys, *cache.values):
+            one.copy_(torch.randn(one.shape, generator=generator))
+        metadata = tree_metadata(cache, table, torch.tensor(lengths), 46, mask, at - at[:, :1])
+        with torch.inference_mode():
+            states = forward(ids, at, metadata if whole else InParts(metadata))
+        found.append((states, torch.stack(list(cache.keys)), torch.stack(list(cache.values))))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -3,10 +3,11 @@
     norm | q, k, v in one product | rotation and write to the cache | attention | product + residual
     norm | gate, up in one product, silu(gate) * up                 |             product + residual
 
-transformers runs some thirty operations for it. On a GPU they are Triton kernels; on a CPU two native calls around the
-attention, for packed bfloat16 or int8 weights. A layer is recognised by its class, its parts and what it computes: one
-layer of each class must give the same numbers fused (on a GPU a float32 copy of it). Layers of other families run as
-they are; some have Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
+transformers runs some thirty operations for it. On a GPU they are Triton kernels; on a CPU they are one native call, or
+two around an attention of many tokens, for packed bfloat16 or int8 weights. A layer is recognised by its class, its
+parts and what it computes: one layer of each class must give the same numbers fused (on a GPU a float32 copy of it).
+Layers of other families run as they are; some have Llama's parts and differ by layer or position (SmolLM3, Ministral 3,
+GLM-4.5).
 
 Shapes: B rows, N tokens per row, H hidden size, K inputs and O outputs of a product, I intermediate size.
 """
@@ -190,6 +191,9 @@ class _Uncached:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         return attend_causal(q, k, v, scaling=scoring.scaling)
+
+    def row_attention(self, *_layer: Any) -> None:
+        """There is no cache."""
 
 
 @torch.no_grad()

@@ -68,13 +68,27 @@ class AttentionMetadata:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
-        cache, plain = self._cache, scoring._replace(window=self._window(scoring)).plain
-        if plain and self._prompt and self._span == self._new:  # k and v have every key
+        if self._prompt and self._span == self._new and self._is_plain(scoring):  # k and v have every key
             self.write(layer, k, v)
             return attend_causal(q, k, v, scaling=scoring.scaling)
-        if plain and self._row_attention is not None and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
-            return self._row_attention(q, k, v, cache.keys[layer], cache.values[layer], scoring.scaling)
+        of_rows = self.row_attention(layer, scoring, q.dtype) if q.dtype == k.dtype == v.dtype else None
+        if of_rows is not None:
+            attention, keys, values = of_rows
+            return attention(q, k, v, keys, values, scoring.scaling)
         return self.attend_written(q, self.write(layer, k, v), scoring)
+
+    def row_attention(
+        self, layer: int, scoring: Scoring, dtype: torch.dtype
+    ) -> tuple[RowAttention, Tensor, Tensor] | None:
+        """The kernel that computes the layer's attention in one call, and the layer's keys and values; None: there is
+        none for this forward."""
+        cache, whole_prompt = self._cache, self._prompt and self._span == self._new
+        if whole_prompt or dtype != cache.shape.dtype or self._row_attention is None or not self._is_plain(scoring):
+            return None
+        return self._row_attention, cache.keys[layer], cache.values[layer]
+
+    def _is_plain(self, scoring: Scoring) -> bool:
+        return scoring._replace(window=self._window(scoring)).plain
 
     def attend_written(self, q: Tensor, pages: Pages, scoring: Scoring) -> Tensor:
         """As `attend`; the new keys and values are in the layer's `pages` already."""

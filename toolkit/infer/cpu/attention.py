@@ -34,6 +34,14 @@ def load_library() -> ctypes.CDLL | None:
     return library
 
 
+class Rows(ctypes.Structure):
+    """What all layers of a forward have in common, for decoder_layer.cpp."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("lengths", "table", "mask")] + [
+        (name, ctypes.c_int64) for name in ("rows", "new", "nodes", "table_row", "tiles")
+    ]
+
+
 class RowAttention:
     """Arguments that all layers of one forward have in common. A node's result does not depend on the other nodes.
 
@@ -50,6 +58,7 @@ class RowAttention:
         self._sizes = node_mask.shape
         self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
         self._fixed = (lengths.data_ptr(), table.data_ptr(), None if self._mask is None else self._mask.data_ptr())
+        self.rows = Rows(*self._fixed, *self._sizes, table.stride(0), self._tiles)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """q [B, Hq, N, D], k and v [B, Hkv, N, D], keys and values [E, Hkv, D], all of one dtype -> [B, N, Hq, D].

@@ -29,7 +29,7 @@ LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
 # All files may include them.
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "product.h", "vectors.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "attention.h", "product.h", "vectors.h"))
 INSTEAD = "PyTorch's slower operators are used instead"
 
 

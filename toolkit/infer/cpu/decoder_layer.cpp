@@ -1,4 +1,5 @@
-// A decoder layer of Llama and the families that share it, without its attention, in two calls: before and after it.
+// A decoder layer of Llama and the families that share it, in one call for few new nodes per row (attention.h), or in two
+// calls around another attention.
 //
 //     before   qkv = norm(x) w^T + b; queries and keys are rotated in place, after their own norms (Qwen3)
 //     after    h = x + attended w^T;  out = h + (silu(g) * u) w^T, where g, u = norm(h) w^T
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention.h"
 #include "product.h"
 
 namespace at {
@@ -58,7 +60,7 @@ inline Floats silu(Floats x) {
 
 // Rooms of the calling thread, for its whole team; they grow.
 struct Room {
-  std::vector<bf16> normed, middle, both, gated;
+  std::vector<bf16> normed, qkv, attended, middle, both, gated;
   std::vector<char> inputs;
 
   void reserve(int64_t M, const Layer& layer) {
@@ -66,6 +68,8 @@ struct Room {
       if (int64_t(held.size()) < size) held.resize(size);
     };
     grow(normed, M * layer.H);
+    grow(qkv, M * (layer.Hq + 2 * layer.Hkv) * layer.D);
+    grow(attended, M * layer.Hq * layer.D);
     grow(middle, M * layer.H);
     grow(both, M * 2 * layer.I);
     grow(gated, M * layer.I);
@@ -102,40 +106,68 @@ void team_gated(const bf16* both, int64_t M, int64_t I, bf16* to) {
   }
 }
 
-}  // namespace
-
 // x [M, H], cos and sin [M, D] -> qkv [M, Hq + 2 Hkv, D].
-extern "C" void toolkit_before_attention(const Layer* of, const bf16* x, const bf16* cos, const bf16* sin, bf16* qkv,
-                                         int64_t M) {
-  const Layer& layer = *of;
-  Room& room = room_for(M, layer);
+void team_before(const Layer& layer, const bf16* x, const bf16* cos, const bf16* sin, bf16* qkv, int64_t M, Room& room) {
   const int64_t D = layer.D, heads = layer.Hq + layer.Hkv;
-#pragma omp parallel num_threads(at::get_num_threads())
-  {
-    team_norm(x, layer.before, M, layer.H, room.normed.data());
-    team_product(layer.qkv, room.normed.data(), M, room, qkv, nullptr);
+  team_norm(x, layer.before, M, layer.H, room.normed.data());
+  team_product(layer.qkv, room.normed.data(), M, room, qkv, nullptr);
 #pragma omp for schedule(static)
-    for (int64_t at = 0; at < M * heads; at++) {
-      const int64_t m = at / heads, h = at % heads;
-      bf16* const head = qkv + (m * (heads + layer.Hkv) + h) * D;
-      const Norm& norm = h < layer.Hq ? layer.queries : layer.keys;
-      if (norm.weight) rms_norm(head, norm, D, head);
-      rotate(head, cos + m * D, sin + m * D, D);
-    }
+  for (int64_t at = 0; at < M * heads; at++) {
+    const int64_t m = at / heads, h = at % heads;
+    bf16* const head = qkv + (m * (heads + layer.Hkv) + h) * D;
+    const Norm& norm = h < layer.Hq ? layer.queries : layer.keys;
+    if (norm.weight) rms_norm(head, norm, D, head);
+    rotate(head, cos + m * D, sin + m * D, D);
   }
 }
 
 // x [M, H], attended [M, Hq * D] -> y [M, H].
-extern "C" void toolkit_after_attention(const Layer* of, const bf16* x, const bf16* attended, bf16* y, int64_t M) {
-  const Layer& layer = *of;
-  Room& room = room_for(M, layer);
+void team_after(const Layer& layer, const bf16* x, const bf16* attended, bf16* y, int64_t M, Room& room) {
   bf16 *const middle = room.middle.data(), *const normed = room.normed.data(), *const both = room.both.data();
+  team_product(layer.out, attended, M, room, middle, x);
+  team_norm(middle, layer.after, M, layer.H, normed);
+  team_product(layer.gate_up, normed, M, room, both, nullptr);
+  team_gated(both, M, layer.I, room.gated.data());
+  team_product(layer.down, room.gated.data(), M, room, y, middle);
+}
+
+// Its fields, in this order, are those of attention.py; see Call.
+struct Rows {
+  const int64_t *lengths, *table;
+  const uint8_t* mask;
+  int64_t B, N, M, table_row, tiles;
+};
+
+}  // namespace
+
+extern "C" void toolkit_before_attention(const Layer* layer, const bf16* x, const bf16* cos, const bf16* sin, bf16* qkv,
+                                         int64_t M) {
+  Room& room = room_for(M, *layer);
+#pragma omp parallel num_threads(at::get_num_threads())
+  team_before(*layer, x, cos, sin, qkv, M, room);
+}
+
+extern "C" void toolkit_after_attention(const Layer* layer, const bf16* x, const bf16* attended, bf16* y, int64_t M) {
+  Room& room = room_for(M, *layer);
+#pragma omp parallel num_threads(at::get_num_threads())
+  team_after(*layer, x, attended, y, M, room);
+}
+
+// keys and values: the layer's cache. x and y [B * N, H].
+extern "C" void toolkit_decoder_layer(const Layer* of, const Rows* rows, const bf16* x, const bf16* cos, const bf16* sin,
+                                      bf16* keys, bf16* values, bf16* y, double scaling) {
+  const Layer& layer = *of;
+  const int64_t D = layer.D, M = rows->B * rows->N, node = (layer.Hq + 2 * layer.Hkv) * D;
+  Room& room = room_for(M, layer);
+  bf16 *const qkv = room.qkv.data(), *const attended = room.attended.data();
+  const Strides strides = {rows->N * node, D, node};
+  const Call<bf16> call = {qkv, qkv + layer.Hq * D, qkv + (layer.Hq + layer.Hkv) * D, keys, values, attended,
+                           rows->lengths, rows->table, rows->mask, rows->B, rows->N, rows->M, layer.Hq, layer.Hkv, D,
+                           rows->table_row, strides, strides, strides, rows->tiles != 0, float(scaling)};
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    team_product(layer.out, attended, M, room, middle, x);
-    team_norm(middle, layer.after, M, layer.H, normed);
-    team_product(layer.gate_up, normed, M, room, both, nullptr);
-    team_gated(both, M, layer.I, room.gated.data());
-    team_product(layer.down, room.gated.data(), M, room, y, middle);
+    team_before(layer, x, cos, sin, qkv, M, room);
+    team_attend(call);
+    team_after(layer, x, attended, y, M, room);
   }
 }

@@ -1,5 +1,5 @@
-"""A decoder layer of Llama and the families that share it on a CPU, in two calls around its attention
-(decoder_layer.cpp): transformers runs some thirty operations for it.
+"""A decoder layer of Llama and the families that share it on a CPU (decoder_layer.cpp): one native call, or for many
+new tokens two around the attention. transformers runs some thirty operations for it.
 
 Shapes: B rows, N tokens per row, H hidden size, Hq/Hkv heads, D head dim.
 """
@@ -44,10 +44,12 @@ def load_library() -> ctypes.CDLL | None:
     """None if the CPU lacks AVX2 or FMA, or if the library cannot be compiled."""
     library = load_vectorised(SOURCE)
     if library is not None:
-        before, after = library.toolkit_before_attention, library.toolkit_after_attention
+        whole, before = library.toolkit_decoder_layer, library.toolkit_before_attention
+        after = library.toolkit_after_attention
+        whole.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_double]
         before.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64]
         after.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64]
-        before.restype = after.restype = None
+        whole.restype = before.restype = after.restype = None
     return library
 
 
@@ -57,6 +59,7 @@ class DecoderLayer:
     def __init__(self, layer: Any, place: int, scoring: Scoring, library: ctypes.CDLL) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._place, self._scoring = place, scoring
+        self._whole = library.toolkit_decoder_layer
         self._before, self._after = library.toolkit_before_attention, library.toolkit_after_attention
         width, hidden = attention.head_dim, attention.q_proj.in_features
         queries, keys = attention.q_proj.out_features // width, attention.k_proj.out_features // width
@@ -82,18 +85,25 @@ class DecoderLayer:
         cos, sin = position_embeddings
         if len(cos) != rows:
             cos, sin = cos.expand(rows, -1, -1).contiguous(), sin.expand(rows, -1, -1).contiguous()
-        qkv = x.new_empty(rows, tokens, sum(self._heads), self._width)
-        count = rows * tokens
-        self._before(self._address, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), qkv.data_ptr(), count)
+        out, rotation = torch.empty_like(x), (cos.data_ptr(), sin.data_ptr())
+        in_place = attention_metadata.row_attention(self._place, self._scoring, x.dtype)
+        if in_place is not None:
+            attention, keys, values = in_place
+            self._whole(
+                self._address, ctypes.addressof(attention.rows), x.data_ptr(), *rotation, keys.data_ptr(),
+                values.data_ptr(), out.data_ptr(), self._scoring.scaling,
+            )  # fmt: skip
+            return out
+        qkv, count = x.new_empty(rows, tokens, sum(self._heads), self._width), rows * tokens
+        self._before(self._address, x.data_ptr(), *rotation, qkv.data_ptr(), count)
         q, k, v = qkv.transpose(1, 2).split_with_sizes(self._heads, 1)
         attended = attention_metadata.attend(self._place, q, k, v, self._scoring).contiguous()
-        out = torch.empty_like(x)
         self._after(self._address, x.data_ptr(), attended.data_ptr(), out.data_ptr(), count)
         return out
 
 
 def decoder_layer(layer: Any, place: int, scoring: Scoring) -> DecoderLayer | None:
-    """The layer in two native calls; None unless its weights are packed for them.
+    """The layer in native calls; None unless its weights are packed for them.
 
     layer: of Llama's parts. Its weights may change in place later.
     """

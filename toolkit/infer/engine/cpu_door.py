@@ -145,6 +145,7 @@ def native_functions() -> list[tuple[Any, str]]:
     """Return the C++ libraries of this machine, each with the name of a function that Python calls in a round."""
     libraries = {
         "toolkit_blocked_product": blocked_product.load_library(),
+        "toolkit_decoder_layer": decoder_layer.load_library(),
         "toolkit_before_attention": decoder_layer.load_library(),
         "toolkit_after_attention": decoder_layer.load_library(),
         **dict.fromkeys(attention.FUNCTIONS.values(), attention.load_library()),
