@@ -58,7 +58,7 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
 def test_a_switch_that_would_change_nothing(capsys):
     """It is a mistake to tell, not to ignore."""
     assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
-    assert "--disable-overlap-schedule is set, but only CUDA graphs overlap" in capsys.readouterr().err
+    assert "--disable-overlap-schedule is True, but only CUDA graphs overlap" in capsys.readouterr().err
 
 
 def test_short_name(tmp_path):

@@ -96,7 +96,7 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
-    from toolkit.infer.load.load_engine import interrupted_by_loss
+    from toolkit.infer.load.load_engine import closing
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.request_params import DefaultSampling
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         text = announcement(loaded, served, args.host, port)
         warm_up_ids = loaded.target.tokenizer(WARM_UP)["input_ids"][: loaded.engine.context_length - 1]
         settings = replace(settings, warm_up_ids=warm_up_ids)
-        with interrupted_by_loss(loaded):
+        with closing(loaded, interrupt=True):
             check_draft_kind(args, None if loaded.draft is None else loaded.draft.kind)
             serve_forever(build_app(served, settings), listener, on_ready=lambda: announce(text))
     logger.info("the server has ended")

@@ -210,17 +210,6 @@ def test_bad_requests_are_refused(tiny_target):
     assert not engine.has_work()
 
 
-def test_prompts_beyond_the_token_budget_are_read_in_groups(tiny_target, reference):
-    """Groups are cut by padded tokens; a single prompt above the budget is read in chunks."""
-    prompts = ragged_prompts(tiny_target.vocab_size)
-    got = run_checked(
-        Engine(tiny_target, max_running_requests=8, chunked_prefill_size=12),
-        prompts,
-        SamplingParams(max_tokens=8),
-    )
-    assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 8) for prompt in prompts]
-
-
 def test_other_users_of_the_model_keep_their_attention(tiny_target, tiny_draft):
     """Training runs the same model with sdpa in the same process."""
     engine = Engine(tiny_target, tiny_draft)

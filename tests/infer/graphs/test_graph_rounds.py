@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.engine import round
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import BrokenCaptureError, buckets_up_to
+from toolkit.infer.graphs import recordings
+from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture, buckets_up_to
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -271,3 +273,67 @@ def test_a_round_touches_nothing_of_the_host(small_target, build, monkeypatch, n
     with host:
         torch.ones(2).add(1)
     assert host.found, "it would have noticed nothing"
+
+
+# -- the capture itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> SimpleNamespace:
+    """torch.cuda as far as a capture uses it, with torch's own fault: one that fails is left on its stream."""
+    state = SimpleNamespace(current="default")
+
+    @contextmanager
+    def graph(_graph, pool, stream):
+        before, state.current = state.current, stream
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("capture was invalidated") from None
+        state.current = before
+
+    cuda = SimpleNamespace(
+        Stream=object, CUDAGraph=lambda: None, graph=graph, current_stream=lambda: state.current,
+        set_stream=lambda one: setattr(state, "current", one),
+    )  # fmt: skip
+    monkeypatch.setattr(recordings.torch, "cuda", cuda)
+    return state
+
+
+@pytest.mark.parametrize("fails_in", [1, WARM_UPS + 1])
+def test_a_failure_tells_its_cause_and_leaves_the_stream(stand_in, fails_in) -> None:
+    """What runs next would else run beside the default stream, unordered; only a failure inside the capture ends all
+    recording."""
+    runs = []
+
+    def run() -> None:
+        runs.append(1)
+        if len(runs) == fails_in:
+            raise RuntimeError("somebody read a number")
+
+    with pytest.raises(EngineError, match="somebody read a number.*or set `disable_cuda_graph`") as found:
+        CudaCapture()(run)
+    assert isinstance(found.value, BrokenCaptureError) == (fails_in > WARM_UPS)
+    assert stand_in.current == "default"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_keep_the_workspaces_of_their_products() -> None:
+    """torch.compile frees all workspaces of cuBLAS before it captures a graph. This product needs one: one row by 4096
+    columns is split over the columns."""
+    torch._C._cuda_clearCublasWorkspaces()  # an earlier test may have used the stream
+    row, matrix = torch.randn(1, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    row, matrix, out = row.bfloat16(), matrix.bfloat16(), torch.zeros(1, 4096, device="cuda").bfloat16()
+    capture = CudaCapture()
+    replay = capture(lambda: out.copy_(row @ matrix))
+    replay()
+    expected = out.clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.stream(capture._stream):  # memory that is freed goes to its own stream first
+        others = [torch.full((2**21,), 7, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    out.zero_()
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected) and all(other.eq(7).all() for other in others)

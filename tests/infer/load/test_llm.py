@@ -168,12 +168,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        ([], "the list of prompts is empty"),
+        ([], "prompts is "),
         ({"role": "user"}, "prompts is {'role': 'user'} .dict.; a list of prompts"),
-        (["a", [5, 6]], "prompt 0 is a text and prompt 1 is a list of ids; pass each kind"),
+        ([HELLO, [5, 6]], "prompt 1 is no conversation as others are"),
         (["a", None], "prompt 1 is None .NoneType."),
-        ([5, "6"], "prompt 0 is a list of ids, but item 1 is '6'"),
-        ([HELLO, [{"role": "user"}]], "prompt 1, message 0: the field 'content' is missing"),
+        ([[5], [5, "6"]], "prompt 1 is .5, '6'. .list."),
+        ([""], "prompt 0 is '' .*with one token or more"),
+        ([HELLO, [{"role": "user"}]], "prompt 1: the field 'content' is missing"),
     ],
 )
 def test_what_is_no_prompt(tiny_target, prompts, says):

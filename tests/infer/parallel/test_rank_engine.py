@@ -17,7 +17,7 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.load.llm import LLM
-from toolkit.infer.load.load_engine import WORKER, LoadedEngine, interrupted_by_loss
+from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
@@ -123,7 +123,7 @@ def test_offline(family, head_for, prompts):
     try:
         lost = r"rank 1 of 2 has ended \(status -9\)"
         opened = LoadedEngine(engine, llm.target, None, None)
-        with pytest.raises(ParallelError, match=lost), interrupted_by_loss(opened):
+        with pytest.raises(ParallelError, match=lost), closing(opened, interrupt=True):
             process.send_signal(signal.SIGSTOP)  # rank 0 waits for it
             timer = threading.Timer(0.5, process.kill)
             timer.start()

@@ -309,12 +309,11 @@ def _shape(given: Shape) -> DraftShape | None:
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
-TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
 NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'
 
 
 class OfflinePromptError(EngineError):
-    """A value that is not a prompt, or prompts of different kinds in one call."""
+    """A value that is not a prompt, or conversations beside other prompts in one call."""
 
 
 @dataclass(frozen=True)
@@ -326,71 +325,32 @@ class OfflinePrompts:
 
 
 def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
-    """Convert one prompt, or a list of prompts of one kind. Raises OfflinePromptError with the prompt's index."""
-    listed = _as_list(prompts)
-    kinds = [_kind(prompt, place) for place, prompt in enumerate(listed)]
-    other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        raise OfflinePromptError(
-            f"prompt 0 is {kinds[0]} and prompt {other} is {kinds[other]}; pass each kind in a call of its own"
-        )
-    read = {TEXT: _text_ids, IDS: _checked_ids, CONVERSATION: _conversation_ids}[kinds[0]]
-    return OfflinePrompts(
-        [read(prompt, place, tokenizer) for place, prompt in enumerate(listed)], kinds[0] in (TEXT, IDS)
-    )
-
-
-def _as_list(prompts: Any) -> Sequence[Any]:
-    """The prompts as a list; a single prompt becomes a list of one. A text is never split into characters."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
+    """Convert one prompt or a list of prompts. Raises OfflinePromptError with the prompt's index."""
+    if isinstance(prompts, str) or _all_are(prompts, Integral) or _all_are(prompts, Mapping):
+        prompts = [prompts]
+    if not isinstance(prompts, list | tuple) or not prompts:
         raise OfflinePromptError(f"prompts is {_short(prompts)}; a list of prompts is needed")
-    if not prompts:
-        raise OfflinePromptError("the list of prompts is empty; at least one prompt is needed")
-    return [prompts] if isinstance(prompts[0], Integral | Mapping) else prompts
+    chats = [_all_are(prompt, Mapping) for prompt in prompts]
+    if any(chats) and not all(chats):
+        raise OfflinePromptError(f"prompt {chats.index(not chats[0])} is no conversation as others are; {NEEDED}")
+    return OfflinePrompts([_ids(prompt, place, tokenizer) for place, prompt in enumerate(prompts)], not chats[0])
 
 
-def _kind(prompt: Any, place: int) -> str:
-    if isinstance(prompt, str):
-        return TEXT
-    if isinstance(prompt, list | tuple) and prompt:
-        if isinstance(prompt[0], Integral):
-            return IDS
-        if isinstance(prompt[0], Mapping):
-            return CONVERSATION
-    what = "is empty" if isinstance(prompt, list | tuple) and not prompt else f"is {_short(prompt)}"
-    raise OfflinePromptError(f"prompt {place} {what}; {NEEDED}")
-
-
-def _text_ids(prompt: str, place: int, tokenizer: Any) -> list[int]:
-    ids = list(tokenizer(prompt)["input_ids"])
-    if not ids:
-        raise OfflinePromptError(f"prompt {place} is {prompt!r}, which has no tokens; at least one is needed")
-    return ids
-
-
-def _checked_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
-    for at, token in enumerate(prompt):
-        if not isinstance(token, Integral) or isinstance(token, bool):
-            raise OfflinePromptError(f"prompt {place} is a list of ids, but item {at} is {_short(token)}; {NEEDED}")
-    return [int(token) for token in prompt]
-
-
-def _conversation_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
-    messages = []
-    for at, message in enumerate(prompt):
-        where = f"prompt {place}, message {at}"
-        if not isinstance(message, Mapping):
-            raise OfflinePromptError(f'{where} is {_short(message)}; {{"role": ..., "content": ...}} is needed')
+def _ids(prompt: Any, place: int, tokenizer: Any) -> list[int]:
+    if _all_are(prompt, Mapping):
         try:
-            messages.append(strict_message(message))
-        except ChatMessageError as error:
-            raise OfflinePromptError(f"{where}: {error}") from error
-    try:
-        return chat_ids(tokenizer, messages)
-    except ChatPromptError as error:
-        raise OfflinePromptError(f"prompt {place}: {error}") from error
+            return chat_ids(tokenizer, [strict_message(message) for message in prompt])
+        except (ChatMessageError, ChatPromptError) as error:
+            raise OfflinePromptError(f"prompt {place}: {error}") from error
+    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    if not _all_are(ids, Integral) or any(isinstance(token, bool) for token in ids):
+        raise OfflinePromptError(f"prompt {place} is {_short(prompt)}; {NEEDED}, with one token or more")
+    return [int(token) for token in ids]
+
+
+def _all_are(prompt: Any, kind: Any) -> bool:
+    """Whether it is a list with something in it, all of that kind."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(one, kind) for one in prompt)
 
 
 def _short(value: Any) -> str:

@@ -265,27 +265,18 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 @contextlib.contextmanager
-def closing(loaded: LoadedEngine) -> Iterator[None]:
-    """Close the engine at the end. Raises ParallelError with the name of a lost rank."""
-    try:
-        yield
-    except RankLostError as error:
-        raise ParallelError(str(error)) from error
-    finally:
-        loaded.engine.close()
+def closing(loaded: LoadedEngine, *, interrupt: bool = False) -> Iterator[None]:
+    """Close the engine at the end. Raises ParallelError with the name of a lost rank.
 
-
-@contextlib.contextmanager
-def interrupted_by_loss(loaded: LoadedEngine) -> Iterator[None]:
-    """Interrupt a server after the loss of a rank, as Ctrl-C does. Close the engine at the end.
-
-    Raises ParallelError with the name of the lost rank.
+    interrupt: interrupt what runs inside, as Ctrl-C does, when a rank is lost: a server may wait for requests then.
     """
     driver = loaded.engine.driver if isinstance(loaded.engine, DriverEngine) else None
     try:
-        if driver is not None:
+        if driver is not None and interrupt:
             driver.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
         yield
+    except RankLostError as error:
+        raise ParallelError(str(error)) from error
     finally:
         loaded.engine.close()
     if driver is not None and driver.lost is not None:
