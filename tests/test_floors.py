@@ -168,8 +168,8 @@ def test_native_cpu_code_has_one_door() -> None:
     """infer/cpu/ can be deleted, and no other file than its door has to change."""
     forms = {
         "toolkit.targets.one": "from toolkit.infer import cpu",
-        "toolkit.bench.two": "import toolkit.infer.cpu.quantize",
-        "toolkit.infer.cpu.inside": "from toolkit.infer.cpu import quantize",
+        "toolkit.bench.two": "import toolkit.infer.cpu.int8_linear",
+        "toolkit.infer.cpu.inside": "from toolkit.infer.cpu import int8_linear",
         "toolkit.infer.load.other": "from toolkit.infer.engine import cpu_door",
     }
     found = importers_of_cpu({name: ast.parse(text) for name, text in forms.items()})

@@ -7,7 +7,7 @@ from toolkit.bench.engine_context import Trial, longest_prompt, with_context
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
-from toolkit.infer.cache.cache_size import ROOM
+from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape

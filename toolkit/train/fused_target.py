@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.infer.attention.fused_layer import FusedLayers
-from toolkit.infer.attention.fused_norms import fuse_norms
+from toolkit.infer.attention.fused_layer import FusedLayers, fuse_norms
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.target import Target
 

@@ -25,9 +25,9 @@ FAMILIES = {
 pytestmark = pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def target(request, small_target):
-    target = build(request.param, FAMILIES[request.param], small_target.tokenizer)
+@pytest.fixture(scope="module")
+def target(small_target):
+    target = build("qwen3_5_text", FAMILIES["qwen3_5_text"], small_target.tokenizer)
     assert set(target.config.layer_types) == {"linear_attention", "full_attention"}
     return target
 
@@ -38,9 +38,11 @@ def prompts_of(*lengths: int, stem: int = 0) -> list[list[int]]:
     return [begin + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def test_answers_are_exact(target, reference, oracle):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_exact(family, small_target, reference, oracle):
     """Plain decoding and chains of which an oracle makes most tokens right: every number of accepted nodes comes, and
     a state that is one node off changes the rest of the answer."""
+    target = build(family, FAMILIES[family], small_target.tokenizer)
     prompts = prompts_of(14, 5, 130, 9, 70)  # shorter and longer than transformers' chunks of 64
     wanted = [reference(target, prompt, 24) for prompt in prompts]
     assert len({token for answer in wanted for token in answer}) > 12, "the answers hardly vary"
@@ -72,7 +74,7 @@ def test_little_memory(target, reference):
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     for draft, lookup in ((build_head(target), None), (build_head(target), Lookup()), (NgramLookup(), None)):
-        room = 176 if lookup is None else 304  # the head may fall behind lookup by some positions
+        room = 208 if lookup is None else 304  # the head may fall behind lookup by some positions
         memory = MemorySettings(room, chunked_prefill_size=7)
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)
@@ -99,7 +101,7 @@ def test_prefixes_are_reused(target, reference):
     assert [one.output_ids for one in done] == wanted
     assert [one.cached_tokens for one in done] == [48, 48, 32, 0]  # 61 tokens, of which the last ones are not read yet
     engine.check_integrity()
-    many = [prompt + [5] for prompt in prompts_of(*range(20, 40))]
+    many = [prompt + [5] for prompt in prompts_of(*range(20, 30))]
     for prompt in many:  # only the latest states are kept
         engine.generate([prompt], params)
     assert engine.generate([turns[0]], params)[0].cached_tokens == 0

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from toolkit.infer.cache.cache_manager import KVMemory
-from toolkit.infer.cache.cache_size import ROOM
+from toolkit.infer.cache.cache_manager import ROOM, KVMemory
 from toolkit.infer.graphs.graph_rounds import GraphRounds, InFlight
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult

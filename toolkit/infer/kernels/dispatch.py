@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.heads import layer_ops
-from toolkit.infer.kernels import batch_invariant, paged_reference, reference, sampling_reference, tree_reference
+from toolkit.infer.kernels import batch_invariant, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages
 from toolkit.infer.kernels.tree_reference import Beams, Followed, Ranked
 from toolkit.log import get_logger
@@ -114,9 +114,9 @@ REFERENCE = Ops(
     linear=reference.linear,
     gated_linear=reference.gated_linear,
     scaled_product=reference.scaled_product,
-    least_kept=sampling_reference.least_kept,
-    draw=sampling_reference.draw,
-    uniform=sampling_reference.uniform,
+    least_kept=reference.least_kept,
+    draw=reference.draw,
+    uniform=reference.uniform,
     grow_beams=tree_reference.grow_beams,
     rank_candidates=tree_reference.rank_candidates,
     paged_width=0,

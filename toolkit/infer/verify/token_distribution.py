@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.sampling_reference import GOLDEN, mix, widths_for
+from toolkit.infer.kernels.reference import GOLDEN, mix, widths_for
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.upload import upload
 
@@ -85,7 +85,7 @@ class RowDistributions:
 def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
     """Returns the softmax with 0 where a token is cut, [M, V] fp32, not normalised again.
 
-    The arguments are those of `sampling_reference.least_kept`.
+    The arguments are those of `reference.least_kept`.
     """
     floor = ops_for(logits.device.type).least_kept(logits, top_k, top_p, min_p, widths)
     return torch.softmax(logits, dim=-1).masked_fill(logits < floor, 0.0)
