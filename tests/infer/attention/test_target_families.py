@@ -186,7 +186,7 @@ def greedy_after(target: Target, prompt: list[int], answer: list[int]) -> list[i
         return target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
 
 
-LITTLE = MemorySettings(240, chunked_prefill_size=60)  # prefixes are kept, prompts cut, and pages run out
+LITTLE = MemorySettings(160, chunked_prefill_size=60)  # prefixes are kept, prompts cut, and pages run out
 AMPLE = MemorySettings(prefix_cache=False)
 
 
