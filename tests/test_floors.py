@@ -93,6 +93,81 @@ def test_infer_is_a_stack() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+<<<<<<< HEAD
+=======
+def importers_of_cpu(trees: dict[str, ast.Module]) -> set[str]:
+    """Modules outside of infer/cpu/ that import from it."""
+    importers = set()
+    for name, tree in trees.items():
+        inside = name.startswith("toolkit.infer.cpu.")
+        if not inside and any(f"{one}.".startswith("toolkit.infer.cpu.") for one in names_imported(tree)):
+            importers.add(name)
+    return importers
+
+
+def test_native_cpu_code_has_one_door() -> None:
+    """infer/cpu/ can be deleted, and no other file than its door has to change."""
+    forms = {
+        "toolkit.targets.one": "from toolkit.infer import cpu",
+        "toolkit.bench.two": "import toolkit.infer.cpu.int8_linear",
+        "toolkit.infer.cpu.inside": "from toolkit.infer.cpu import int8_linear",
+        "toolkit.infer.load.other": "from toolkit.infer.engine import cpu_door",
+    }
+    found = importers_of_cpu({name: ast.parse(text) for name, text in forms.items()})
+    assert found == {"toolkit.targets.one", "toolkit.bench.two"}, "the check finds a second door"
+    assert importers_of_cpu(modules()) == {"toolkit.infer.engine.cpu_door"}
+
+
+def test_infer_has_no_loose_files() -> None:
+    """Someone new finds the room of any line by the folder names."""
+    loose = [path.name for path in (PACKAGE / "infer").glob("*.py") if path.name != "__init__.py"]
+    unplaced = {path.name for path in (PACKAGE / "infer").iterdir() if path.is_dir()} - INFER.keys() - {"__pycache__"}
+    assert not loose and not unplaced, f"loose files {loose}; folders without a floor {sorted(unplaced)}"
+
+
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in imports[module]:
+            if other not in order:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], order[other])
+        if lowest[module] == order[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in imports:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_cycle_of_files() -> None:
+    """Two files that import each other, also by an import inside a function, are one file or need a third."""
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]], "the check itself finds a cycle"
+    trees = modules()
+    found = cycles({name: names_imported(tree) & trees.keys() - {name} for name, tree in trees.items()})
+    assert not found, found
+
+
+def test_every_unit_stands_on_a_floor() -> None:
+    """A new package that nobody placed would be free to import anything."""
+    unplaced = {unit_of(path) for path in sources()} - FLOORS.keys()
+    assert not unplaced, f"give these a floor: {sorted(unplaced)}"
+
+
+>>>>>>> wcache
 # Runs CODE in a process where the packages of BLOCKED are absent. transformers asks for their specs and metadata and
 # copes with their absence, so these are hidden too.
 WITHOUT = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, Sampling, Trial, longest_prompt, run_side_by_side, with_context
 from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
-from toolkit.infer.cache.cache_size import ROOM
+from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape

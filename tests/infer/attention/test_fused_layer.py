@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import train_tokenizer
-from toolkit.infer.attention import fused_layer, fused_norms
+from toolkit.infer.attention import fused_layer
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels import reference
@@ -51,8 +51,7 @@ def build(family: str, seed: int = 0, **changes: object) -> Target:
 def kernels_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch that the engine takes for a GPU's kernels."""
     ops = replace(REFERENCE, rms_norm=lambda *given: reference.rms_norm(*given))
-    for module in (fused_layer, fused_norms):
-        monkeypatch.setattr(module, "ops_for", lambda _device: ops)
+    monkeypatch.setattr(fused_layer, "ops_for", lambda _device: ops)
 
 
 def answers(target: Target, **engine: object) -> list[list[int]]:

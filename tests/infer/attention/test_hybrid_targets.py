@@ -24,9 +24,9 @@ FAMILIES = {
 pytestmark = pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def target(request, small_target):
-    target = build(request.param, FAMILIES[request.param], small_target.tokenizer)
+@pytest.fixture(scope="module")
+def target(small_target):
+    target = build("qwen3_5_text", FAMILIES["qwen3_5_text"], small_target.tokenizer)
     assert set(target.config.layer_types) == {"linear_attention", "full_attention"}
     return target
 
@@ -37,16 +37,19 @@ def prompts_of(*lengths: int, stem: int = 0) -> list[list[int]]:
     return [begin + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def test_answers_are_exact(target, reference, oracle):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_exact(family, small_target, reference, oracle):
     """Plain decoding and chains of which an oracle makes most tokens right: every number of accepted nodes comes, and
     a state that is one node off changes the rest of the answer."""
+    target = build(family, FAMILIES[family], small_target.tokenizer)
     prompts = prompts_of(14, 5, 130, 9, 70)  # shorter and longer than transformers' chunks of 64
     wanted = [reference(target, prompt, 24) for prompt in prompts]
     assert len({token for answer in wanted for token in answer}) > 12, "the answers hardly vary"
     params = SamplingParams(max_tokens=24)
     engine = Engine(target, max_running_requests=2)
     assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
-    engine.shape = DraftShape.parse("4,1,5")
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
+    engine._memory.slack = 5
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     engine.drafter = oracle(answers, target.vocab_size, right=0.7, tree=False)
     requests = engine.generate(prompts, params)
@@ -70,8 +73,13 @@ def test_little_memory(target, reference):
     a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds its prefix again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
+<<<<<<< HEAD
     for draft, lookup in ((build_head(target), None), (build_head(target), True), (NgramLookup(), None)):
         room = 176 if lookup is None else 304  # the head may fall behind lookup by some positions
+=======
+    for draft, lookup in ((build_head(target), None), (build_head(target), Lookup()), (NgramLookup(), None)):
+        room = 208 if lookup is None else 304  # the head may fall behind lookup by some positions
+>>>>>>> wcache
         memory = MemorySettings(room, chunked_prefill_size=7)
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)
@@ -98,7 +106,7 @@ def test_prefixes_are_reused(target, reference):
     assert [one.output_ids for one in done] == wanted
     assert [one.cached_tokens for one in done] == [48, 48, 32, 0]  # 61 tokens, of which the last ones are not read yet
     engine.check_integrity()
-    many = [prompt + [5] for prompt in prompts_of(*range(20, 40))]
+    many = [prompt + [5] for prompt in prompts_of(*range(20, 30))]
     for prompt in many:  # only the latest states are kept
         engine.generate([prompt], params)
     assert engine.generate([turns[0]], params)[0].cached_tokens == 0

@@ -20,10 +20,7 @@ KNOBS = [  # window, softcap, sinks, width of values
     (None, None, None, 8),
     (4, None, None, 8),
     (None, 2.0, None, 8),
-    (4, 2.0, None, 8),
-    (None, None, SINKS, 8),
-    (4, None, SINKS, 8),
-    (None, None, None, 5),
+    (None, None, SINKS, 5),
     (4, 2.0, SINKS, 11),
 ]
 
@@ -70,7 +67,7 @@ def one_query(q, keys, values, scaling, softcap, sinks):
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "value_dim"), KNOBS)
-@pytest.mark.parametrize("starts", [[0, 0], [5, 5], [0, 11]])
+@pytest.mark.parametrize("starts", [[0, 0], [0, 11]])
 def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
     """Prompts behind a running row, and behind what was read of them: causal, windowed, capped, with sinks."""
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +88,7 @@ def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "value_dim"), KNOBS)
-@pytest.mark.parametrize(("lengths", "span"), [([7, 7], 13), ([3, 11], 17), ([3, 11], 40)])
+@pytest.mark.parametrize(("lengths", "span"), [([7, 7], 13), ([3, 11], 40)])
 def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths, span):
     """A node sees its row's prefix and its ancestors, by their positions where there is a window (depth, not place).
 

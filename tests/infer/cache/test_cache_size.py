@@ -11,8 +11,7 @@ import torch
 
 from toolkit.bench.side_by_side import SideBySide
 from toolkit.infer.cache import cache_manager
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.cache.cache_size import ROOM, Need
+from toolkit.infer.cache.cache_manager import ROOM, MemorySettings, Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine

@@ -1,8 +1,9 @@
-"""Our own products with bfloat16 and int8 weights, compiled for this CPU."""
+"""Our own products with bfloat16 and int8 weights, compiled for this CPU, and the layers that share one."""
 
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.infer.cpu import blocked_product, compile_cpp
-from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks
+from toolkit.infer.cpu.blocked_product import from_blocks, join_products, takes, to_blocks
 from toolkit.infer.cpu.int8_linear import Int8Linear
-from toolkit.infer.cpu.packed_linear import pack_linears
+from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
 
 only_here = pytest.mark.skipif(
     not compile_cpp.has_vectors() or not compile_cpp.compiler(), reason="needs AVX2 and a C++ compiler"
@@ -35,8 +36,7 @@ def taken(forgotten):
 
 
 @only_here
-@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (64, 72), (97, 132), (33, 32), (97, 160)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs, inputs, bias", [(1, 4, False), (31, 12, True), (97, 132, False), (97, 160, True)])
 def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
     """For every number of rows up to two tiles and some, for whole and broken blocks, for inputs that AMX divides
     among its tiles and others: within half a unit in the last place of the product in float64 (and what float32 sums
@@ -54,7 +54,7 @@ def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
 
 
 @only_here
-@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (97, 132), (97, 160)])
+@pytest.mark.parametrize("outputs, inputs", [(31, 12), (97, 160)])
 def test_int8_layers_equal_levels_times_scales(taken, outputs, inputs):
     """Levels times scales, with biases, for every number of rows up to a tile and some."""
     torch.manual_seed(0)
@@ -99,24 +99,22 @@ def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inpu
 
 
 @only_here
-@pytest.mark.parametrize("inputs", [4, 32])
-def test_infinities_and_nans_stay_what_they_are(taken, inputs):
-    weight = torch.eye(4, inputs, dtype=torch.bfloat16)
+def test_infinities_and_nans_stay_what_they_are(taken):
+    weight = torch.eye(4, 32, dtype=torch.bfloat16)
     x = torch.tensor([[torch.inf, 1, 2, 3], [torch.nan, 1, 2, 3], [3.39e38, 1, 2, 3]]).bfloat16()
-    x = F.pad(x, (0, inputs - 4))
-    got = blocked_product.blocked_product(x, to_blocks(weight), None, None, 4)
+    got = blocked_product.blocked_product(F.pad(x, (0, 28)), to_blocks(weight), None, None, 4)
     assert got[0, 0] == torch.inf and got[1].isnan().all() and got[2, 0] == x[2, 0]
 
 
 @only_here
 @pytest.mark.parametrize("inputs", [96, 100])
-@pytest.mark.parametrize("power", [-60, -20, 0, 20, 60])
-def test_int8_weights_take_inputs_of_any_size(taken, inputs, power):
+def test_int8_weights_take_inputs_of_any_size(taken, inputs):
     """Within the range that blocked_product.cpp states a row times a power of two gives the result times that power."""
     torch.manual_seed(0)
     layer, x = Int8Linear(nn.Linear(inputs, 40, bias=False).bfloat16()), torch.randn(5, inputs).bfloat16()
     with torch.inference_mode():
-        assert torch.equal(layer(x * 2.0**power), layer(x) * 2.0**power)
+        for power in (-60, 60):
+            assert torch.equal(layer(x * 2.0**power), layer(x) * 2.0**power)
         x[2, 7], x[3, 7] = torch.inf, torch.nan
         got = layer(x)
     wanted = layer.weight[:, 7].sign() * torch.inf  # NaN for a weight of 0
@@ -124,19 +122,10 @@ def test_int8_weights_take_inputs_of_any_size(taken, inputs, power):
 
 
 @only_here
-def test_layers_take_it_for_bfloat16_of_whole_words(taken):
-    for inputs, dtype, wanted in ((72, torch.bfloat16, True), (70, torch.bfloat16, False), (72, torch.float32, False)):
-        model = nn.Sequential(nn.Linear(inputs, 40)).to(dtype)
-        pack_linears(model)
-        packed = getattr(model[0], "packed", None)
-        assert getattr(model[0], "blocked", False) == wanted
-        packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        assert (packed is not None) == (wanted or packs)
-
-
-@only_here
 def test_what_the_weights_do_not_take_is_refused(taken):
     """Addresses go to C: a row of another width or dtype would be read beyond its end."""
+    whole = ((72, torch.bfloat16), (70, torch.bfloat16), (72, torch.float32))
+    assert [takes(torch.zeros(40, inputs, dtype=dtype)) for inputs, dtype in whole] == [True, False, False]
     blocks = to_blocks(torch.zeros(40, 8).bfloat16())
     for x, scale in (
         (torch.zeros(2, 6).bfloat16(), None),
@@ -194,3 +183,76 @@ def test_the_next_process_compiles_nothing(forgotten, monkeypatch, tmp_path):
     library = next((tmp_path / "compiled").glob("blocked_product-*/library.so")).read_bytes()
     openmp = compile_cpp.openmp_of_torch()
     assert openmp is not None and openmp.rpartition("/")[2].partition(".so")[0].encode() in library
+
+
+SIZES = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+
+
+def attention(kind: type[nn.Module], bias: bool, sizes: dict[str, int] = SIZES) -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Module()
+    for name, outputs in sizes.items():
+        block.add_module(name, kind(nn.Linear(16, outputs, bias=bias, dtype=torch.bfloat16)))
+    return block
+
+
+@only_here
+@pytest.mark.parametrize("kind, bias", [(PackedLinear, False), (Int8Linear, True)])
+def test_joined_layers_return_what_each_returns_alone(kind, bias):
+    """Same input, another input for one layer, and the same tensor after a write to it: bitwise as without joining."""
+    apart, together = attention(kind, bias), attention(kind, bias)
+    join_products(together)
+    pairs = [(apart.get_submodule(name), together.get_submodule(name)) for name in SIZES]
+    assert all(two.joined is not None and torch.equal(one.weight, two.weight) for one, two in pairs)
+    x, other = torch.randn(2, 3, 16).bfloat16(), torch.randn(2, 3, 16).bfloat16()
+    with torch.inference_mode():
+        for _ in range(2):
+            for inputs in ((x, x, x), (x, other, x), (x, x, other), (other, x, x)):
+                for (one, two), given in zip(pairs, inputs, strict=True):
+                    assert torch.equal(one(given), two(given))
+            x.mul_(-2)
+
+
+@only_here
+def test_the_product_is_computed_once_and_not_kept(monkeypatch):
+    """Counts the products; after the last layer nothing of them stays in memory."""
+    calls = []
+    product = blocked_product.blocked_product
+    monkeypatch.setattr(blocked_product, "blocked_product", lambda *args: calls.append(args[-1]) or product(*args))
+    block = attention(PackedLinear, bias=False)
+    join_products(block)
+    x = torch.randn(1, 16).bfloat16()
+    for name in SIZES:
+        block.get_submodule(name)(x)
+    assert calls == [128] and block.q_proj.joined._known is None
+
+
+@only_here
+def test_layers_of_partial_blocks_or_other_names_stay_apart():
+    uneven = attention(PackedLinear, bias=False, sizes={**SIZES, "k_proj": 24})
+    unnamed = attention(PackedLinear, bias=False, sizes={"q_proj": 32, "k_proj": 32})
+    for block in (uneven, unnamed):
+        join_products(block)
+        assert all(layer.joined is None for layer in block.children())
+
+
+@only_here
+def test_threads_never_take_each_others_product():
+    """Two threads run the layers on inputs of their own, many times."""
+    block, apart = attention(PackedLinear, bias=False), attention(PackedLinear, bias=False)
+    join_products(block)
+    wrong = []
+
+    def work(seed: int) -> None:
+        x = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        wanted = [layer(x) for layer in apart.children()]
+        for _ in range(300):
+            got = [layer(x) for layer in block.children()]
+            wrong.extend(1 for one, two in zip(got, wanted, strict=True) if not torch.equal(one, two))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -12,7 +12,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import blocked_product
-from toolkit.infer.cpu.quantize import quantize_model
+from toolkit.infer.cpu.int8_linear import quantize_model
 from toolkit.infer.engine.cpu_door import install_native_ops, pack
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.targets.target import Target

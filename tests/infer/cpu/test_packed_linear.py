@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import OutputMatrix
 from toolkit.infer.cpu import packed_linear
 from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
-from toolkit.infer.engine.cpu_door import pack
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.targets.target import Target
 
 
-@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, allowed, bias", [(torch.float32, 1e-5, True), (torch.bfloat16, 2e-2, False)])
 def test_a_packed_layer_says_what_the_layer_said(dtype, allowed, bias):
     """At every number of rows, for rows that lie apart in memory, and for none."""
     torch.manual_seed(0)
@@ -75,3 +76,25 @@ def test_a_packed_target_has_its_weights_and_bits(tiny_target: Target):
     assert target.weight_bits == pytest.approx(bits)
     with torch.inference_mode():
         torch.testing.assert_close(target.model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+LAYERS = {None: "PackedLinear", "int8": "Int8Linear"}
+
+
+@pytest.mark.parametrize("quantization", LAYERS)
+def test_a_fixed_model_is_neither_copied_nor_saved(tiny_target_directory, tmp_path, quantization):
+    """Its weights are not in the state dict, so a saved file would silently lack them."""
+    target = load_target(tiny_target_directory, quantization=quantization)
+    pack(target)
+    model = target.model
+    for what, act in (
+        ("copied or pickled", lambda: copy.deepcopy(model)),
+        ("copied or pickled", lambda: pickle.dumps(model)),
+        ("saved", lambda: model.state_dict()),
+        ("saved", lambda: model.save_pretrained(tmp_path / "out")),
+        ("loaded into", lambda: model.load_state_dict({})),
+    ):
+        says = rf"a {LAYERS[quantization]} \(in_features=.*\) cannot be {what}: .* Load the target again"
+        with pytest.raises(TargetError, match=says):
+            act()
+    assert not list(tmp_path.glob("out/*.safetensors"))

@@ -9,9 +9,8 @@ from tests.conftest import build_draft
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.infer.cpu.blocked_product import takes
-from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.infer.cpu.int8_linear import Int8Linear, quantize_head
 from toolkit.infer.cpu.packed_linear import PackedLinear
-from toolkit.infer.cpu.quantize import quantize_head
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.engine.engine import Engine
@@ -35,8 +34,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in (5, 9, 1, 17, 3, 30, 2)]
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize("tree, max_batch", [(False, 1), (True, 3)])
 def test_oracle_drafts_change_nothing(quantized, reference, oracle, tree, max_batch):
     """Long accepted runs, verified in chains and trees, against Hugging Face's generate on the same quantised model."""
     asked = prompts(quantized.vocab_size)
@@ -61,8 +59,7 @@ def test_a_random_head_changes_nothing(quantized, tiny_draft, tiny_target):
     assert [request.output_ids for request in Engine(tiny_target).generate(asked, PARAMS)] != plain
 
 
-@pytest.mark.parametrize("name", ["eagle2", "mtp"])
-@pytest.mark.parametrize("kept", [range(24), range(0, 24, 2)])
+@pytest.mark.parametrize(("name", "kept"), [("eagle2", range(24)), ("mtp", range(0, 24, 2))])
 def test_heads_that_share_the_output_matrix(small_target, shared_draft, name, kept, tmp_path):
     """They draft by the quantised matrix, whole or the rows of a token map, and change nothing."""
     small_target.model.save_pretrained(tmp_path)
@@ -100,8 +97,8 @@ def test_offline(tiny_target_directory):
 
 
 @pytest.mark.parametrize(("target", "asked", "expected"), [
-    ("none", "auto", PackedLinear), ("none", "int8", Int8Linear), ("none", "none", PackedLinear),
-    ("int8", "auto", Int8Linear), ("int8", "none", PackedLinear),
+    ("none", "auto", PackedLinear), ("none", "int8", Int8Linear), ("int8", "auto", Int8Linear),
+    ("int8", "none", PackedLinear),
 ])  # fmt: skip
 def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected):
     """As asked, else as the target where that is quantised; all of it, its output matrix too; and the answers are the

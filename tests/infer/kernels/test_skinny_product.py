@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,13 @@ class Case:
 
 
 SMALL = (
-    Case(70, 96, 3, (32, 32, 1)),
     Case(70, 100, 1, (32, 32, 1), residual=True),  # a tail of outputs, and of inputs
-    Case(64, 100, 16, (16, 32, 2), residual=True),
-    Case(48, 208, 32, (16, 64, 3)),  # the last part is shorter
-    Case(76, 96, 3, (32, 32, 1), gated=True),
-    Case(76, 100, 16, (32, 32, 2), gated=True),
-    Case(70, 100, 3, (32, 32, 2), fp8=True),
-    Case(72, 64, 2, (16, 32, 1), gated=True, fp8=True),
-    Case(130, 512, 3),
+    Case(32, 84, 32, (16, 32, 2), residual=True),
+    Case(16, 208, 16, (16, 64, 3)),  # the last part is shorter
+    Case(44, 100, 16, (32, 32, 2), gated=True),
+    Case(40, 64, 2, (16, 32, 1), gated=True, fp8=True),
+    Case(38, 100, 3, (32, 32, 2), fp8=True),
+    Case(34, 256, 3),
 )
 LARGE = tuple(
     Case(*shape, rows, fp8=fp8, pdl=pdl, gated=shape[0] == 28672, residual=shape[0] == 4096)
@@ -124,7 +121,6 @@ def compiled() -> dict[str, str]:
     return found
 
 
-@cache
 def said(what: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1" if what == "cpu" else "0"}
@@ -134,9 +130,8 @@ def said(what: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_equals_linear_and_a_row_does_not_depend_on_others(case: Case) -> None:
-    assert said("cpu")[str(case)] == ""
+def test_equals_linear_and_a_row_does_not_depend_on_others() -> None:
+    assert not {case: found for case, found in said("cpu").items() if found}
 
 
 @pytest.mark.compile

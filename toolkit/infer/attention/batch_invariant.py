@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.fused_norms import is_fused
+from toolkit.infer.attention.fused_layer import is_fused
 from toolkit.infer.kernels.batch_invariant import in_lanes, in_row_blocks
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.errors import UnsupportedTargetError

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import TargetError
 from toolkit.infer.attention.batch_invariant import depends_on_threads, make_batch_invariant
-from toolkit.infer.attention.fused_layer import FusedLayers
-from toolkit.infer.attention.fused_norms import fuse_norms
+from toolkit.infer.attention.fused_layer import FusedLayers, fuse_norms
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.linear_layers import keeping, linear_layers, step_by_node
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.infer.cpu.blocked_product import BlockedLinear, JoinedProduct
 from toolkit.infer.cpu.compile_cpp import load_vectorised
-from toolkit.infer.cpu.joined_product import BlockedLinear, JoinedProduct
 from toolkit.infer.kernels.paged_reference import Scoring
 
 SOURCE = Path(__file__).with_suffix(".cpp")

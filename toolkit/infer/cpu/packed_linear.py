@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks
-from toolkit.infer.cpu.joined_product import BlockedLinear, join_products
+from toolkit.infer.cpu.blocked_product import BlockedLinear, from_blocks, join_products, takes, to_blocks
 from toolkit.log import get_logger
 
 log = get_logger(__name__)

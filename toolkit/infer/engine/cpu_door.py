@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.infer.cpu import attention, blocked_product, decoder_layer
-from toolkit.infer.cpu.joined_product import merge_equal_products
+from toolkit.infer.cpu.blocked_product import merge_equal_products
+from toolkit.infer.cpu.int8_linear import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.cpu.packed_linear import pack_linears
-from toolkit.infer.cpu.quantize import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.kernels import float8_linear
 from toolkit.infer.kernels.dispatch import REFERENCE, install

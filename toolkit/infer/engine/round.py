@@ -36,7 +36,7 @@ from torch import Tensor
 
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.cache.cache_size import ROOM
+from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states

@@ -4,8 +4,13 @@ The body is one program, so that Dynamo checks its guards once a forward. Its la
 program, compiled once (`nested_compile_region`). The head's layers are one program each class: the head's own code
 around them depends on lengths.
 
+<<<<<<< HEAD
 Attention is not compiled: it is one opaque operator for the target (opaque_attention.py) and one for the head
 (`attend_drafting`). So a program depends on sizes only, not on context, pages or mask.
+=======
+Attention is not compiled: it is one opaque operator for the target (layer_attention.py) and one for the head
+(draft_attention.py). So a program depends on sizes only, not on context, pages or mask.
+>>>>>>> wcache
 
 Eager rounds use dynamic sizes: one program for a single row and one for several, each for a single token and for
 several. They are compiled when the engine is built. A graph has fixed sizes: each (rows, nodes) is compiled in the
@@ -24,8 +29,8 @@ from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 from toolkit.heads.decoder_layer import Attend, AttendingLayer
+from toolkit.infer.attention.layer_attention import COMPILED, attending
 from toolkit.infer.attention.metadata import AttentionMetadata
-from toolkit.infer.attention.opaque_attention import COMPILED, attending
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.drafters.drafter import Drafter

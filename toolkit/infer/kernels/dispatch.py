@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.heads import layer_ops
-from toolkit.infer.kernels import batch_invariant, paged_reference, reference, sampling_reference, tree_reference
+from toolkit.infer.kernels import batch_invariant, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Ranked
 from toolkit.log import get_logger
@@ -100,30 +101,31 @@ def _choose(device_type: str) -> Ops:
     return REFERENCE
 
 
-REFERENCE = Ops(
-    argmax=reference.argmax,
-    top_log_probs=reference.top_log_probs,
-    write_kv=paged_reference.write_kv,
-    compact=paged_reference.compact,
-    attend_causal=paged_reference.attend_causal,
-    attend_tree=paged_reference.attend_tree,
-    attend_paths=batch_invariant.attend_paths,
-    product=batch_invariant.product,
-    follow_choices=tree_reference.follow_choices,
-    rms_norm=reference.rms_norm,
-    rotate=layer_ops.rotate,
-    gated=layer_ops.gated,
-    rotate_joined=paged_reference.rotate_joined,
-    linear=reference.linear,
-    gated_linear=reference.gated_linear,
-    scaled_product=reference.scaled_product,
-    least_kept=sampling_reference.least_kept,
-    draw=sampling_reference.draw,
-    uniform=sampling_reference.uniform,
-    grow_beams=tree_reference.grow_beams,
-    rank_candidates=tree_reference.rank_candidates,
-    paged_width=0,
-)
+# Where each op is defined: its reference, and the module of triton/ that has the kernel.
+DEFINED: dict[str, tuple[ModuleType, str]] = {
+    "argmax": (reference, "top_tokens"),
+    "top_log_probs": (reference, "top_tokens"),
+    "write_kv": (paged_reference, "entries"),
+    "compact": (paged_reference, "entries"),
+    "attend_causal": (paged_reference, "paged_attention"),
+    "attend_tree": (paged_reference, "paged_attention"),
+    "attend_paths": (batch_invariant, "attention_in_order"),
+    "product": (batch_invariant, "product"),
+    "follow_choices": (tree_reference, "trees"),
+    "rms_norm": (reference, "layer_ops"),
+    "rotate": (layer_ops, "layer_ops"),
+    "gated": (layer_ops, "layer_ops"),
+    "rotate_joined": (paged_reference, "layer_ops"),
+    "linear": (reference, "layer_ops"),
+    "gated_linear": (reference, "layer_ops"),
+    "scaled_product": (reference, "layer_ops"),
+    "least_kept": (reference, "sampling"),
+    "draw": (reference, "sampling"),
+    "uniform": (reference, "sampling"),
+    "grow_beams": (tree_reference, "trees"),
+    "rank_candidates": (tree_reference, "trees"),
+}
+REFERENCE = Ops(**{name: getattr(module, name) for name, (module, _) in DEFINED.items()}, paged_width=0)
 
 
 def triton_ops() -> Ops:
@@ -132,41 +134,8 @@ def triton_ops() -> Ops:
     def module(name: str) -> Any:
         return importlib.import_module(f"toolkit.infer.kernels.triton.{name}")
 
-    names = (
-        "paged_attention",
-        "attention_in_order",
-        "product",
-        "entries",
-        "sampling",
-        "layer_ops",
-        "top_tokens",
-        "trees",
-    )
-    attention, in_order, products, entries, sampling, small, top_tokens, trees = map(module, names)
-    return Ops(
-        argmax=top_tokens.argmax,
-        top_log_probs=top_tokens.top_log_probs,
-        write_kv=entries.write_kv,
-        compact=entries.compact,
-        attend_causal=attention.attend_causal,
-        attend_tree=attention.attend_tree,
-        attend_paths=in_order.attend_paths,
-        product=products.product,
-        follow_choices=trees.follow_choices,
-        rms_norm=small.rms_norm,
-        rotate=small.rotate,
-        gated=small.gated,
-        rotate_joined=small.rotate_joined,
-        linear=small.linear,
-        gated_linear=small.gated_linear,
-        scaled_product=small.scaled_product,
-        least_kept=sampling.least_kept,
-        draw=sampling.draw,
-        uniform=sampling.uniform,
-        grow_beams=trees.grow_beams,
-        rank_candidates=trees.rank_candidates,
-        paged_width=attention.MAX_WIDTH,
-    )
+    kernels = {name: getattr(module(place), name) for name, (_, place) in DEFINED.items()}
+    return Ops(**kernels, paged_width=module("paged_attention").MAX_WIDTH)
 
 
 def use_device(device: torch.device) -> None:

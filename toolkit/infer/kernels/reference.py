@@ -1,7 +1,9 @@
-"""Attention, norms, argmax and top-k in plain torch: the reference that faster kernels must match.
+"""Attention, norms, products, argmax, top-k, cuts of distributions and draws in plain torch: the reference that faster
+kernels must match.
 
 Shapes: B rows, N queries per row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys,
-Dv of values (equal to D except in DeepSeek's latent attention), V vocabulary.
+Dv of values (equal to D except in DeepSeek's latent attention), V vocabulary. Of sampling: M rows, W most probable
+tokens.
 
 The heads of a group are folded into the query rows, so that keys and values are not repeated:
 
@@ -9,6 +11,8 @@ The heads of a group are folded into the query rows, so that keys and values are
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,3 +120,109 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
+BLOCK = 256
+GOLDEN = -7046029254386353131
+
+
+def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device) -> tuple[int, ...]:
+    """Return the values of W to try in order, out of `size` tokens. The last one is enough for every row.
+
+    open_top_p: some row has a top-p without a top-k before it.
+    """
+    if not open_top_p:
+        return (min(size, max(1, largest_k)),)
+    if device.type != "cpu":
+        return (size,)
+    return (*(width for width in TOP_WIDTHS if largest_k <= width < size), size)
+
+
+def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
+    """Return the least logit that top-k, top-p and min-p keep, [M, 1] fp32; -inf if they cut nothing.
+
+    logits [M, V] fp32. top_k int64, top_p fp64, min_p fp32 [M]: the values 0, 1 and 0 cut nothing. top-k keeps the k
+    largest logits, and those equal to the last of them; top-p the fewest of these with the share top_p of their mass;
+    min-p those with min_p times the largest probability. widths: as `widths_for` returns them.
+    """
+    floor, certain = _floors(logits, top_k, top_p, min_p, widths[0])
+    for width in widths[1:]:
+        rows = (~certain).nonzero().squeeze(1)
+        if not len(rows):
+            break
+        floor[rows], certain[rows] = _floors(logits[rows], top_k[rows], top_p[rows], min_p[rows], width)
+    return floor
+
+
+def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Compute the least logit kept from the `width` most probable tokens. width >= every top_k.
+
+    Return (floors [M, 1], certain [M] bool). certain is False where these tokens do not reach the mass of top-p.
+    """
+    # For the whole vocabulary a sort is faster than topk, which searches for the k largest before it sorts them.
+    every = width == logits.shape[1]
+    top = (logits.sort(dim=-1, descending=True) if every else logits.topk(width, dim=-1)).values
+    # top-k: drop the tokens below the k-th largest; top-p then counts in shares of the mass that is left.
+    kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
+    limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
+    # log_softmax works by row; the bits of logsumexp and of a log in float32 depend on the rows beside it.
+    whole = top[:, :1] - logits.masked_fill(logits < limit, -torch.inf).log_softmax(dim=-1).amax(dim=-1, keepdim=True)
+    mass = (top - whole).double().exp().masked_fill(top < limit, 0.0)
+    # top-p: the first place where the sorted mass reaches top_p is the last place kept.
+    reached = mass.cumsum(dim=-1) >= top_p[:, None]
+    inside = reached.any(dim=-1)
+    last = torch.where(inside, reached.int().argmax(dim=-1), width - 1)
+    floor = top.gather(1, last[:, None]).masked_fill(top_p[:, None] == 1, -torch.inf)
+    floor = torch.maximum(floor, limit)
+    floor = torch.maximum(floor, top[:, :1] + min_p.double().log().float()[:, None])
+    return floor, inside | (top_p == 1) | (top_k > 0)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw by the inverse CDF: weights [M, V] >= 0 (each row with a positive sum), u [M] in [0, 1) -> indices [M].
+
+    Of many tokens it draws a block of BLOCK tokens first, then the token in it, so that sums stay short and exact.
+    """
+    rows, size = weights.shape
+    if size <= max(BLOCK, TOP_WIDTHS[-1]):
+        sums = weights.double().cumsum(dim=-1)
+        return _first_above(sums, u * sums[:, -1])
+    padding = -size % BLOCK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.view(rows, -1, BLOCK)
+    edges = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal = u * edges[:, -1]
+    block = _first_above(edges, goal)
+    inside = blocks[torch.arange(rows, device=weights.device), block].double().cumsum(dim=-1)
+    before = edges.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1).masked_fill(block == 0, 0.0)
+    return block * BLOCK + _first_above(inside, goal - before)
+
+
+def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
+    """Return the index [M] of the first running sum [M, W] above `goal` [M].
+
+    If rounding leaves none, return the index of the last sum that grew.
+    """
+    goal = torch.minimum(goal, sums[:, -1] * (1 - 2.0**-50))
+    return torch.searchsorted(sums, goal[:, None], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return SplitMix64 (Steele et al., OOPSLA 2014) of (seed, position), int64 that broadcast: float64 in [0, 1)."""
+    x = mix(seeds) + positions * GOLDEN
+    return _shift(mix(x), 11).double() * 2.0**-53
+
+
+def mix(x: Tensor) -> Tensor:
+    """Return SplitMix64's output function of a state, int64."""
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Return the logical right shift of int64 (the shift of torch keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import toolkit
-from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
-from toolkit.infer.cache.cache_size import Need
+from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings, Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError

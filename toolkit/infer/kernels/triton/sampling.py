@@ -1,4 +1,4 @@
-"""`sampling_reference` in Triton: where top-k, top-p and min-p cut, draws, and uniform numbers.
+"""`reference` in Triton: where top-k, top-p and min-p cut, draws, and uniform numbers.
 
 Shapes: M rows, V vocabulary, P parts of a row's vocabulary, each of one program.
 
