@@ -54,8 +54,7 @@ from toolkit.infer.graphs.recordings import WARM_UPS, Capture, Run
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_target

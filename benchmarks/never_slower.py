@@ -33,10 +33,9 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import Request, summarise
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.bench.records import read_record
 from toolkit.errors import TargetError
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.jsonl import DataError
 from toolkit.pipeline.recipe_stages import local_files, recipe_stages
 from toolkit.pipeline.run import Run

@@ -28,8 +28,7 @@ from toolkit.infer.attention.linear_layers import linear_layers
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, candidate_count
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.bench.bootstrap import ratio_interval
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import VerifyEvent
+from toolkit.infer.request.request import VerifyEvent, summarise
 
 
 @dataclass(frozen=True)

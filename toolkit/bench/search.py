@@ -26,8 +26,8 @@ from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.load.search_file import arm_times
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
+from toolkit.infer.request.request import summarise
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]
 FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}

@@ -13,9 +13,8 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import Request, summarise
 from toolkit.targets.target import Target
 
 Result = TypeVar("Result")

@@ -18,10 +18,9 @@ from toolkit.head_kinds import HEAD_KINDS
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
+from toolkit.infer.request.request import AcceptanceStats, summarise
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import with_engine
 from toolkit.train.training_data import HeldOutPrompt

@@ -13,8 +13,13 @@ from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import CompileError, DraftShapeError, EngineError, UnsupportedTargetError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import (
+    CompileError,
+    DraftShapeError,
+    EngineError,
+    SamplingParams,
+    UnsupportedTargetError,
+)
 
 FAMILIES = {
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},

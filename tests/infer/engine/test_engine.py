@@ -9,11 +9,9 @@ import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError
+from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.request import PromptTooLongError, summarise
 
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
 

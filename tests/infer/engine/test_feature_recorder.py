@@ -11,8 +11,7 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.pipeline.feature_capture import record_features
 

@@ -26,8 +26,7 @@ from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import graph_settings
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import CompileError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import CompileError, SamplingParams
 from toolkit.targets.target import Target
 
 pytestmark = pytest.mark.compile

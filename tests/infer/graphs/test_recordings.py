@@ -11,7 +11,7 @@ import torch
 
 from toolkit.infer.graphs import recordings
 from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from toolkit.infer.cache.page_pool import PAGE_SIZE
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.options import LEAST
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.params import DraftShapeError, EngineError
 
 NAMES = {field.name for field in dataclasses.fields(EngineConfig)}
 

@@ -17,8 +17,7 @@ from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import depth_warning
 from toolkit.infer.load.load_engine import graph_settings, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.weights import read_json, write_json
 
 

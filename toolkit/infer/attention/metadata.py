@@ -28,7 +28,7 @@ from toolkit.infer.kernels.batch_invariant import attend_in_order
 from toolkit.infer.kernels.dispatch import Ops, RowAttention, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 # Up to this many new nodes per row, a row attention kernel (a pass over the keys per few nodes) beats matrix products.
 FEW = 16

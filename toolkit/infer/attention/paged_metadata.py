@@ -16,7 +16,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.kernels.dispatch import Ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.reference import attend_causal
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 
 class _PagedRows:

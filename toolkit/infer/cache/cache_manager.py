@@ -10,7 +10,7 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.cache.linear_states import LinearStates, Snapshot
 from toolkit.infer.cache.page_pool import PAGE_SIZE, PagePool
 from toolkit.infer.cache.prefix_cache import PrefixCache
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.memory import usable_memory
 
 CPU_SHARE, GPU_SHARE = 0.125, 0.8  # share of usable memory (CPU) or free memory (GPU) for the target's cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.infer.cache.page_pool import PAGE_SIZE
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)

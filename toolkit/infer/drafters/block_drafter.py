@@ -38,7 +38,7 @@ from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.targets.target import Target
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, upload
+from toolkit.infer.request.params import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.verifiers import VerifyResult
 
 DraftRanks = list[

@@ -22,7 +22,7 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
 from toolkit.targets.new_weights import copy_weights

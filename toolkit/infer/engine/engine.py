@@ -43,9 +43,8 @@ from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.dispatch import use_device
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import Grammars
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import Request, checked_prompt, one_for_each
 from toolkit.infer.verify.sampler import NodeLogprobs
 from toolkit.infer.verify.verifiers import ForcedAcceptance, VerifyResult, choose_verifier

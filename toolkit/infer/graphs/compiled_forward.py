@@ -33,7 +33,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
-from toolkit.infer.request.errors import CompileError
+from toolkit.infer.request.params import CompileError
 from toolkit.log import get_logger
 
 log = get_logger(__name__)

@@ -30,8 +30,7 @@ from toolkit.infer.graphs.recordings import (
 )
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import AcceptedPath
-from toolkit.infer.request.errors import CompileError, EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import CompileError, EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import is_edited
 from toolkit.infer.verify.verifiers import Verifier, VerifyResult, read_result

@@ -19,7 +19,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load_draft
 from toolkit.infer.load.load_engine import LoadedEngine
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.log import get_logger
 from toolkit.targets.load import load_weights
 from toolkit.targets.new_weights import check_weights, copy_weights, with_tied

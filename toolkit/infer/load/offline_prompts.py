@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 
 TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
 NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'

@@ -29,8 +29,7 @@ from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
 from toolkit.infer.cache.cache_size import Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 
 T = TypeVar("T")

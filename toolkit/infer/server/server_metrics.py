@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from toolkit.infer.engine.engine_load import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import NOT_FINITE, Request
+from toolkit.infer.request.request import NOT_FINITE, Request, summarise
 from toolkit.infer.server.live_rates import LiveRates, Rates, Sample
 from toolkit.infer.server.metric_series import PREFIX, SERIES
 

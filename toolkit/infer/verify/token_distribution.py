@@ -33,8 +33,8 @@ from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.sampling_reference import GOLDEN, mix, widths_for
+from toolkit.infer.request.draft_tree import upload
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.upload import upload
 
 
 @dataclass(frozen=True)
