@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from toolkit import __version__
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter

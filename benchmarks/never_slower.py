@@ -27,8 +27,8 @@ from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.rows import number
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine

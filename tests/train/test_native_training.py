@@ -20,7 +20,7 @@ from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.native_mtp import load_native, native_of
 from toolkit.checkpoint.stitch_native import stitch
 from toolkit.errors import TargetError
-from toolkit.heads.native_families import family_of
+from toolkit.heads.families import family_of
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -136,8 +136,7 @@ def test_a_fresh_module_has_the_form_of_its_family(family, targets):
         assert all(torch.equal(copied[name], value) for name, value in last.named_parameters())
 
 
-def test_another_family_trains_llamas_layer(tiny_target, targets, caplog):
-    """Llama's own, and that of families whose attention a head cannot compute."""
+def test_a_llama_target_trains_llamas_layer(tiny_target):
     assert planned(tiny_target, HeadSettings(kind="mtp"))[1].config.layer_config is None
 
 

@@ -21,9 +21,8 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import read_config
 from toolkit.checkpoint.resolution import Resolution
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, empty_head, head_class
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
-from toolkit.heads.registry import empty_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.load import full_name

@@ -26,7 +26,7 @@ from torch import Tensor
 from toolkit.checkpoint.errors import DraftDirError, ExportError
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
 from toolkit.errors import TargetError, optional_package
-from toolkit.heads.rope import Rope
+from toolkit.heads.decoder_layer import Rope
 from toolkit.targets.gguf_file import open_gguf
 from toolkit.targets.gguf_vocabulary import Vocabulary
 from toolkit.weights import WeightsError

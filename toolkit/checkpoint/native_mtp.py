@@ -1,7 +1,7 @@
 """The MTP modules that models ship in their own checkpoints, read as draft heads of kind "mtp".
 
 `native_families.py` says how each family names the module's parts and what they compute. The decoder layer is the
-family's own class in transformers (`heads/family_layers.py`). Every tensor under the module's names is used, or must
+family's own class in transformers (`heads/families.py`). Every tensor under the module's names is used, or must
 equal the target's (embedding, output matrix); others are errors.
 """
 
@@ -18,10 +18,9 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, embeddings_differ
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.errors import TargetError
-from toolkit.heads.family_layers import family_model, layer_config
+from toolkit.heads.families import OTHERS, NativeFamily, at, family_model, family_of, layer_config
 from toolkit.heads.head_config import HeadError
 from toolkit.heads.mtp import LLAMA_LIKE, MtpConfig, MtpHead
-from toolkit.heads.native_families import OTHERS, NativeFamily, at, family_of
 from toolkit.log import get_logger
 from toolkit.targets.facts import (
     NATIVE_MTP_KEYS,

@@ -17,9 +17,8 @@ from toolkit.checkpoint.gguf_head import gguf_file
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
 from toolkit.errors import TargetError
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, empty_head
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import empty_head
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name

@@ -27,9 +27,8 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
 from toolkit.checkpoint.native_mtp import find_native, module_config, module_head, quantised_names
-from toolkit.heads.family_layers import family_model
+from toolkit.heads.families import NativeFamily, at, family_model, family_of
 from toolkit.heads.mtp import MtpConfig
-from toolkit.heads.native_families import NativeFamily, at, family_of
 from toolkit.targets.facts import CONFIG, INDEX, SINGLE, TargetFacts, read_tensors, target_facts, tensor_names
 from toolkit.targets.mtp_names import STITCHED
 from toolkit.tokenmap.files import load_freq_list, save_freq_list

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from toolkit.bench.prompts import Prompt, builtin_prompts, read_prompt_files
-from toolkit.heads.rope import Rope
+from toolkit.heads.decoder_layer import Rope
 from toolkit.infer.engine.cpu_door import Use, load_target, pack
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import BenchSettings, RecipeError, TargetSettings

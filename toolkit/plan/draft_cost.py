@@ -11,9 +11,8 @@ from torch import nn
 
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, build_head, head_class
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import build_head, head_class
 from toolkit.plan.model_size import CACHE_BYTES, Cache, ModelSize
 from toolkit.train_settings import HeadSettings
 

@@ -14,7 +14,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
 from toolkit.errors import PlanError
-from toolkit.heads.registry import build_head
+from toolkit.heads.draft_head import build_head
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import head_size
 from toolkit.plan.gpus import Gpu

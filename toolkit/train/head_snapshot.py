@@ -10,9 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, build_head, empty_head
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import build_head, empty_head
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.state import Position

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.decoder_layer import using
 from toolkit.heads.dspark import DSparkHead
-from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows

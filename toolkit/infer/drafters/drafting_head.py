@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.decoder_layer import Attend
+from toolkit.heads.decoder_layer import PLAIN, Attend, LayerOps, using
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.layer_ops import PLAIN, LayerOps, using
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
