@@ -51,7 +51,7 @@ from torch.nn.functional import pad
 
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, DraftRanks, NoDrafter, WrappedDrafter
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.request.draft_tree import (
     DraftShape,
     DraftTree,
@@ -313,7 +313,7 @@ class NgramLookup:
         return "ngram"
 
 
-class NgramDrafter(NoDrafter):
+class NgramDrafter(Drafter):
     """Drafts chains as deep as the shape from the requests' own tokens. A row without a match gets its root only."""
 
     def __init__(self, lookup: NgramLookup, shape: DraftShape) -> None:
