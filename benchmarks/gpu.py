@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from toolkit import __version__
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
@@ -53,8 +53,7 @@ from toolkit.infer.graphs.recordings import WARM_UPS, Capture, Run
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import load_target

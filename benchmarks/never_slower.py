@@ -27,16 +27,15 @@ from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.rows import number
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import Request, summarise
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap

@@ -28,7 +28,7 @@ from toolkit.infer.load.answer import Answer
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.request import Update
 from toolkit.infer.server.app import build_app, listen, uvicorn_config
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.request_params import DefaultSampling

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.heads.aux_config import default_aux_layer_ids
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import (

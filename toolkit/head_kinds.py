@@ -1,6 +1,6 @@
 """The registry of the kinds of draft head, which recipes and commands read without torch.
 
-A new kind is one file in heads/, `<kind>.py`, and one line here. `heads/registry.py` imports its class.
+A new kind is one file in heads/, `<kind>.py`, and one line here. `heads/draft_head.py` imports its class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEAD_KINDS = {
     ),
     "mtp": HeadKind(
         "MtpHead",
-        ("head.vocabulary",),
+        ("head.layer", "head.vocabulary"),
         layer_per_step=True,
         native=True,
         vocabulary="draft",

@@ -21,6 +21,9 @@ class HeadSettings:
 
     kind: HeadName = setting("eagle3", "the kind of draft head")
     layers: PositiveInt = setting(1, "decoder layers; mtp: layers that draft one level each, of which the last repeats")
+    layer: Literal["family", "llama"] = setting(
+        "family", "mtp: the decoder layer. family: that of the target's family; llama: Llama's, for any target"
+    )
     aux_layer_ids: tuple[int, ...] | None = setting(
         None, "three hidden states of the target that eagle3 and dspark read; null: (2, n/2, n-3) of n layers"
     )

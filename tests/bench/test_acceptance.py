@@ -13,7 +13,7 @@ from toolkit.bench.report import RunData, write_page
 from toolkit.bench.table import mode_name, print_acceptance
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError, SamplingError
+from toolkit.infer.request.params import DraftShapeError, SamplingError
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 

@@ -31,8 +31,7 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.infer.request.request import VerifyEvent
 from toolkit.tokenmap.token_map import TokenMap
 

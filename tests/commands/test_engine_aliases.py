@@ -11,7 +11,7 @@ from toolkit.cli import command_parser, main
 from toolkit.commands.engine_aliases import ALIASES, METHODS, TABLE, check_draft_kind
 from toolkit.commands.model_arguments import OPTIONS, engine_config
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.registry import head_class
+from toolkit.heads.draft_head import head_class
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, engine_config, errors_with_flags, flag_of
 from toolkit.infer.engine.config import ConfigError, EngineConfig
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 
 
 def parsed(arguments, names=OPTIONS):

@@ -16,7 +16,7 @@ from toolkit import cli
 from toolkit.bench.records import read_record
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.commands.model_arguments import load_from
-from toolkit.heads.registry import head_class
+from toolkit.heads.draft_head import head_class
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams

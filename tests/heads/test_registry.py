@@ -14,11 +14,9 @@ from toolkit.checkpoint.open_head import FORMATS, exported
 from toolkit.data.batches import Example, collate
 from toolkit.errors import ExportError
 from toolkit.head_kinds import HEAD_KINDS, HeadKind
-from toolkit.heads.decoder_layer import DecoderLayer
-from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
+from toolkit.heads.decoder_layer import DecoderLayer, Rope
+from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart, head_class
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig
-from toolkit.heads.registry import head_class
-from toolkit.heads.rope import Rope
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.errors import TargetError
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.jsonl import DataError
 from toolkit.pipeline.run import Run, check_head_fits, local_files
 from toolkit.recipe import RecipeError, load_recipe

@@ -14,9 +14,9 @@ from toolkit.data.batches import Example, collate
 from toolkit.errors import TrainError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import summarise
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
 from toolkit.train.engine_client import check_engine_runs

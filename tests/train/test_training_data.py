@@ -14,8 +14,8 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureStoreError
-from toolkit.heads.aux_config import default_aux_layer_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.jsonl import DataError
 from toolkit.train import training_data as offline
 from toolkit.train.step import TrainedHead, forecast_accept_length, micro_step, supervised_counts

@@ -1,6 +1,6 @@
 """Measure accept_length, the speed relative to plain decoding, and whether both write the same tokens.
 
-All values of a row come from one run: acceptance from the engine's event log (`infer.request.acceptance`), speed from
+All values of a row come from one run: acceptance from the engine's event log (`infer.request.request`), speed from
 timing each engine step, equality from a comparison with the tokens of plain decoding.
 """
 
@@ -31,8 +31,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import quantization_of

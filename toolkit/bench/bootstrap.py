@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import VerifyEvent
+from toolkit.infer.request.request import VerifyEvent, summarise
 
 RESAMPLES = 2000
 LEAST_GROUPS = 5  # of prompts that are timed together: the spread of fewer says little

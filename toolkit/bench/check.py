@@ -34,11 +34,9 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source, with_token_map
 from toolkit.infer.load.load_engine import device_of
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
+from toolkit.infer.request.request import Request, summarise
 from toolkit.jsonl import DataError
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.load import full_name

@@ -55,8 +55,7 @@ from toolkit.infer.drafters.drafter import WrappedDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count, root_only
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import get_logger

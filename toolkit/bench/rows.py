@@ -13,8 +13,8 @@ from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.bench.side_by_side import LoggedAnswer, Round
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
+from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.token_distribution import uniform
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target

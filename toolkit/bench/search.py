@@ -28,8 +28,8 @@ from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.bench.table import NONE, decimal, new_table, wide_console
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.load.search_file import arm_times
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
+from toolkit.infer.request.request import summarise
 
 FINALISTS = 3  # shapes that are run end to end at each batch size
 CLOSE = 0.03  # difference of two settings that does not matter

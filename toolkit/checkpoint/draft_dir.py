@@ -19,9 +19,8 @@ import torch
 from toolkit.checkpoint.files import check_types, read_config
 from toolkit.errors import DraftDirError, TargetError
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, empty_head, head_class
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
-from toolkit.heads.registry import empty_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_embedding
 from toolkit.targets.load import full_name

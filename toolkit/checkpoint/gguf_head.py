@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DraftDirError, ExportError, TargetError, optional_package
-from toolkit.heads.rope import Rope
+from toolkit.heads.decoder_layer import Rope
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import open_gguf
 from toolkit.targets.load import load_tokenizer

@@ -10,10 +10,9 @@ from toolkit.checkpoint.files import locate, read_checkpoint, target_named
 from toolkit.checkpoint.native_mtp import find_native, why_unread
 from toolkit.checkpoint.open_head import facts_for, import_head, recognise
 from toolkit.errors import DraftDirError, TargetError, TokenMapError, UnknownFamilyError
-from toolkit.heads.aux_config import default_aux_layer_ids
-from toolkit.heads.head_config import HeadError, full_attention_rope
-from toolkit.heads.native_families import at
-from toolkit.heads.rope import STATIC_ROPE_TYPES
+from toolkit.heads.decoder_layer import STATIC_ROPE_TYPES
+from toolkit.heads.families import at
+from toolkit.heads.head_config import HeadError, default_aux_layer_ids, full_attention_rope
 from toolkit.targets.chat_templates import REMEDY
 from toolkit.targets.facts import TargetFacts, bare_facts, target_facts
 from toolkit.targets.load import load_tokenizer

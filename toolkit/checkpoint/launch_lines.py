@@ -7,9 +7,9 @@ import shlex
 from typing import Any, NamedTuple
 
 from toolkit.checkpoint.gguf_head import MODEL_FILE
+from toolkit.heads.draft_head import head_class
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.head_config import EngineNames, HeadConfig
-from toolkit.heads.registry import head_class
 from toolkit.targets.facts import TargetFacts
 
 

@@ -1,5 +1,6 @@
 """MTP modules in their target's own checkpoint: read as draft heads, and written into a copy of the target.
 
+<<<<<<< HEAD
 `native_families.py` says how each family names the module's parts and what they compute; reading and writing use that
 table alone. The decoder layer is the family's own class in transformers (`heads/family_layers.py`). Every tensor under
 the module's names is used, or must equal the target's (embedding, output matrix); others are errors. A copy keeps the
@@ -9,6 +10,11 @@ bytes of all other tensors, so that engines that serve the family's modules need
     copy/model-*.safetensors          files without the module are copied; with it, they are written again
     copy/model-mtp.safetensors        the module, if the target had none
     copy/stitched.json                what was written, and the sha256 of every weights file
+=======
+`native_families.py` says how each family names the module's parts and what they compute. The decoder layer is the
+family's own class in transformers (`heads/families.py`). Every tensor under the module's names is used, or must
+equal the target's (embedding, output matrix); others are errors.
+>>>>>>> wdraft
 """
 
 from __future__ import annotations
@@ -30,10 +36,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, embedding_pr
 from toolkit.checkpoint.files import new_folder
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
 from toolkit.errors import DraftDirError, ExportError, TargetError
-from toolkit.heads.family_layers import family_model, layer_config
+from toolkit.heads.families import OTHERS, NativeFamily, at, family_model, family_of, layer_config
 from toolkit.heads.head_config import HeadError
 from toolkit.heads.mtp import LLAMA_LIKE, MtpConfig, MtpHead
-from toolkit.heads.native_families import OTHERS, NativeFamily, at, family_of
 from toolkit.log import get_logger
 from toolkit.targets.facts import (
     CONFIG,

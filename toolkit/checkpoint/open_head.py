@@ -27,8 +27,8 @@ from toolkit.checkpoint.files import (
 from toolkit.checkpoint.formats import Builder, Exported, Resolver, Tensors, log_resolutions
 from toolkit.checkpoint.gguf_head import gguf_file
 from toolkit.errors import DraftDirError, ExportError, TargetError, TokenMapError
+from toolkit.heads.draft_head import empty_head
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import empty_head
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name

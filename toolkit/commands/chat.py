@@ -18,8 +18,7 @@ from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 if TYPE_CHECKING:
     from toolkit.commands.chat_session import Exchange
     from toolkit.infer.load.load_engine import LoadedEngine
-    from toolkit.infer.request.acceptance import AcceptanceStats
-    from toolkit.infer.request.request import Request
+    from toolkit.infer.request.request import AcceptanceStats, Request
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
@@ -218,7 +217,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def status_of(request: Request, plain_tokens_per_s: float | None) -> str:
     """The status line of an answer that is being written."""
     from toolkit.commands.chat_session import tokens_per_s
-    from toolkit.infer.request.acceptance import summarise
+    from toolkit.infer.request.request import summarise
 
     since = 0.0 if request.first_token_at is None else time.perf_counter() - request.first_token_at
     facts = [f"{len(request.output_ids)} tokens", _speed(tokens_per_s(len(request.output_ids), since))]

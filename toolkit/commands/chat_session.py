@@ -9,12 +9,10 @@ from statistics import median
 from typing import Any
 
 from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError, Request
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.request import AcceptanceStats, PromptTooLongError, Request, Update, summarise
 
 # Plain steps that are timed: at most so many or those of so many seconds, at least 3. The first of a process are slow.
 TIMED_STEPS, TIMED_SECONDS, LEAST_STEPS, SLOW_STEPS = 12, 2.0, 3, 2

@@ -16,15 +16,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, KVSizes
+from toolkit.head_kinds import HEAD_KINDS
+from toolkit.heads.decoder_layer import Attend, KVSizes, Rope
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.rope import Rope
 
 # Normed states [T, H] and the output matrix [D, H] -> logits [T, D]. Training passes a function that avoids the logits
 # of all T tokens at once.
@@ -148,3 +149,22 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def warm_start(self) -> WarmStart:
         """How to initialise each part of the head from the target."""
+
+
+def head_class(kind: str) -> type[DraftHead]:
+    """The class of a kind of head. Raises KeyError for a name that the registry lacks."""
+    return getattr(import_module(f"toolkit.heads.{kind}"), HEAD_KINDS[kind].head)
+
+
+def build_head(config: HeadConfig) -> DraftHead:
+    """A head of this configuration with torch's default initialisation."""
+    return head_class(config.kind)(config)
+
+
+@torch.no_grad()
+def empty_head(config: HeadConfig) -> DraftHead:
+    """A head with NaN weights, for loading a checkpoint: a weight that is not loaded becomes visible."""
+    head = build_head(config)
+    for parameter in head.parameters():
+        parameter.fill_(float("nan"))
+    return head

@@ -26,12 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.aux_config import AuxHeadConfig
-from toolkit.heads.decoder_layer import Attend, DecoderLayer
+from toolkit.heads.decoder_layer import Attend, DecoderLayer, RMSNorm, Rope
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
-from toolkit.heads.head_config import EngineNames, HeadError
-from toolkit.heads.layer_ops import RMSNorm
-from toolkit.heads.rope import Rope
+from toolkit.heads.head_config import AuxHeadConfig, EngineNames, HeadError
 
 if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings

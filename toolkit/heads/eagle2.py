@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, DecoderLayer
+from toolkit.heads.decoder_layer import Attend, DecoderLayer, Rope
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadConfig
-from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings

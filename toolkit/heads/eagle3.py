@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.heads.aux_config import AuxHeadConfig
-from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
+from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP, RMSNorm, Rope
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, WarmStart
-from toolkit.heads.head_config import EngineNames
-from toolkit.heads.layer_ops import RMSNorm
-from toolkit.heads.rope import Rope
+from toolkit.heads.head_config import AuxHeadConfig, EngineNames
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, DecoderLayer, KVSizes
+from toolkit.heads.decoder_layer import Attend, DecoderLayer, KVSizes, RMSNorm, Rope
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
-from toolkit.heads.family_layers import FamilyRope, family_model, kv_sizes, layer_config, run_layer
+from toolkit.heads.families import FamilyRope, family_model, family_of, kv_sizes, layer_config, run_layer
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
-from toolkit.heads.layer_ops import RMSNorm
-from toolkit.heads.native_families import family_of
-from toolkit.heads.rope import Rope
-from toolkit.log import get_logger
 
 if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings
-
-log = get_logger(__name__)
 
 # Families whose decoder layer is Llama's: our own layer, which torch.compile and tensor parallelism know, computes it.
 LLAMA_LIKE = ("llama",)
@@ -57,7 +51,7 @@ class MtpConfig(HeadConfig):
         always reads the normed state.
     zero_first_embedding: set the embedding at position 0 to zero (MiMo, and vLLM's DeepSeek).
     final_norm: `shared_head.norm` exists; ERNIE 4.5 has none, and the output matrix reads the layer's own output.
-    layer_config: the configuration of the decoder layers (`family_layers.layer_config`); None: Llama's layer, by the
+    layer_config: the configuration of the decoder layers (`families.layer_config`); None: Llama's layer, by the
         sizes of this configuration.
     Raises ValueError for an unknown variant or less than one layer.
     """
@@ -104,14 +98,13 @@ class MtpConfig(HeadConfig):
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> MtpConfig:
         own: dict[str, Any] = {"num_mtp_layers": settings.layers, "sliding_window": settings.sliding_window}
-        if config.model_type not in LLAMA_LIKE and settings.sliding_window is None:
+        if settings.layer == "family" and config.model_type not in LLAMA_LIKE:
+            if settings.sliding_window is not None:
+                raise HeadError(
+                    f"train.head.sliding_window is set, and the layer of {config.model_type} takes none from the head; "
+                    "leave it out, or set train.head.layer to llama"
+                )
             own |= _family_settings(config, settings.layers)
-        elif config.model_type not in LLAMA_LIKE:
-            log.warning(
-                "train.head.sliding_window is set, so the MTP layers are Llama's, with this window; a copy of a %s "
-                "target cannot hold them (toolkit export --to native)",
-                config.model_type,
-            )
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
     def serving_keys(self) -> dict[str, Any]:
@@ -124,8 +117,9 @@ class MtpConfig(HeadConfig):
 
 
 def _family_settings(config: Any, layers: int) -> dict[str, Any]:
-    """Fields of a new head in the form of its target's family. Empty if a head cannot attend as the family's layer does
-    (soft caps, sinks): its layer is then Llama's."""
+    """Fields of a new head in the form of its target's family.
+
+    Raises HeadError if the family's layer cannot be built, or a head cannot attend as it does (soft caps, sinks)."""
     family = family_of(config.model_type)
     if family.most is not None and layers > family.most:
         raise HeadError(f"train.head.layers = {layers}, but a {family.title} module has {family.most}; set that number")
@@ -135,8 +129,10 @@ def _family_settings(config: Any, layers: int) -> dict[str, Any]:
             decoder = family_model(own).get_decoder()
             kv_sizes(decoder.layers[0], FamilyRope(decoder.rotary_emb), config.hidden_size)
     except (HeadError, *FOREIGN) as error:
-        log.info("the head's layer is Llama's, not that of %s: %s", config.model_type, error)
-        return {}
+        raise HeadError(
+            f"the head's layer cannot be that of {config.model_type}: {error}; set train.head.layer to llama for "
+            "Llama's layer, which a copy of the target cannot hold (toolkit export --to native)"
+        ) from error
     return {"layer_config": own, **family.variants}
 
 

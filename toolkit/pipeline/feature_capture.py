@@ -24,7 +24,7 @@ from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture

@@ -284,7 +284,7 @@ def best_device() -> str:
 
 def check_head_fits(target: Target | TargetFacts, settings: TrainSettings) -> None:
     """Raises `TargetError` or `RecipeError` when no draft head can be built for this target by these settings."""
-    from toolkit.heads.rope import Rope
+    from toolkit.heads.decoder_layer import Rope
     from toolkit.tokenmap.token_map import TokenMap
     from toolkit.train.draft_head import plan_head
 

@@ -33,7 +33,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
 from toolkit.pipeline.measure import open_trial, prompts_from

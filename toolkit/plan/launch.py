@@ -20,7 +20,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
 from toolkit.checkpoint.open_head import FORMATS, Formats
 from toolkit.errors import PlanError
-from toolkit.heads.registry import build_head
+from toolkit.heads.draft_head import build_head
 from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment
 from toolkit.plan.model_size import DraftCost, head_size, target_size
 from toolkit.plan.step_time import Costs, Gpu, Layout, calibrated, round_s

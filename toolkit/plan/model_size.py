@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, build_head, head_class
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import build_head, head_class
 from toolkit.targets.facts import NATIVE_MTP_KEYS
 from toolkit.targets.load import load_config, split_revision
 from toolkit.train_settings import HeadSettings

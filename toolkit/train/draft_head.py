@@ -12,10 +12,9 @@ import torch
 from toolkit.checkpoint.native_mtp import load_native, module_config, native_of
 from toolkit.data.batches import Batch
 from toolkit.errors import TargetError
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, build_head, head_class
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.head_config import HeadConfig, HeadError
-from toolkit.heads.registry import build_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import check_aux_layer_ids

@@ -34,11 +34,9 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
+from toolkit.infer.request.request import Request, summarise
 from toolkit.jsonl import DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe

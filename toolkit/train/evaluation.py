@@ -24,9 +24,9 @@ from toolkit.data.generation import derived_seed
 from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import AcceptanceStats, summarise
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import shapes_of, with_engine

@@ -18,9 +18,8 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import ResumeError, TrainError
-from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.draft_head import DraftHead, build_head, empty_head
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import build_head, empty_head
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap

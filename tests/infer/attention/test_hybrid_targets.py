@@ -12,8 +12,11 @@ from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import CompileError, DraftShapeError, UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import CompileError
+from toolkit.infer.request.params import DraftShapeError
+from toolkit.infer.request.params import EngineError
+from toolkit.infer.request.params import UnsupportedTargetError
 
 FAMILIES = {
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},

@@ -21,8 +21,7 @@ from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.kernels import dispatch
 from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import SamplingParams, UnsupportedTargetError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 

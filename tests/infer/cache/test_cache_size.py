@@ -15,7 +15,7 @@ from toolkit.infer.cache.cache_manager import ROOM, MemorySettings, Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 
 GPU = torch.device("cuda", 0)
 LLAMA_8B = KVShape(32, 8, 128, torch.bfloat16, GPU)  # 131,072 bytes a token

@@ -218,50 +218,6 @@ def test_any_clock_writes_the_same_tokens(small_target, build, plain, name, shap
     assert 0 in depths and len(depths) > 1, "the clock led it nowhere"
 
 
-class Priced:
-    """A drafter and a target whose rounds take scripted seconds on a clock of their own."""
-
-    def __init__(self, inner) -> None:
-        self.inner, self.now, self.nodes = inner, 0.0, 1
-
-    def clock(self) -> float:
-        return self.now
-
-    def propose(self, requests, rows):
-        tree = self.inner.propose(requests, rows)
-        self.now += 0.1 * tree.depths[tree.valid].max().item()
-        self.nodes = tree.nodes
-        return tree
-
-    def skip(self, requests, rows):
-        self.nodes = 1
-        return self.inner.skip(requests, rows)
-
-    def probe(self, requests, rows, width):
-        self.nodes = 1
-        return self.inner.probe(requests, rows, width)
-
-    def observe(self, requests, found):
-        self.now += 1.0 + 0.02 * (self.nodes - 1)
-        self.inner.observe(requests, found)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
-@pytest.mark.parametrize("shape", [MOST])
-def test_an_untrained_head_is_soon_left_alone(tiny_target, tiny_draft, shape):
-    """The whole way from the target's choices to the chooser: a head that is nearly always wrong stops drafting."""
-    engine = Engine(tiny_target, tiny_draft, shape, max_running_requests=2)
-    priced = Priced(engine.drafter)
-    engine.drafter = AdaptiveDrafter(priced, shape, clock=priced.clock)
-    engine.set_shape(shape)  # rounds in which nothing is drafted need more room
-    requests = engine.generate([[7, 8, 9], [30, 31]], SamplingParams(max_tokens=150, ignore_eos=True))
-    engine.close()
-    late = [event.offered for request in requests for event in request.events[50:]]
-    assert sum(map(bool, late)) < 0.15 * len(late)
-
-
 class Compiling(NoDrafter):
     """A drafter and a target that compile for a second in the first round of an arm; other rounds take about 15 ms."""
 

@@ -129,24 +129,6 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     assert world.probing - before > 2872 / PROBE_GAP * PROBE_COST * 0.9
 
 
-@pytest.mark.parametrize(("best", "batch"), [(0.3, 16), (0.7, 1)])
-def test_a_head_that_would_pay_on_another_machine_costs_as_little(best, batch):
-    """Where every node is as dear as a plain round no acceptance pays; the clock is noisy."""
-    chooser, world = AdaptiveShape(TREE), World(best, other=0.3, costs=dear_costs, noise=0.3)
-    world.play(chooser, 1000, [new_request() for _ in range(batch)])
-    assert world.seconds < 1.03 * world.tokens
-
-
-@pytest.mark.parametrize("batch", [16])
-def test_new_requests_do_not_pay_for_the_start_again(batch):
-    """Requests of 60 tokens, one after the other, with a head that is useless for all: less than 3 % in all."""
-    chooser, world = AdaptiveShape(TREE), World(0.0, costs=dear_costs)
-    for _ in range(20):
-        world.unread = 0
-        world.play(chooser, 60, [new_request() for _ in range(batch)])
-    assert world.seconds < 1.03 * world.tokens
-
-
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_good_head_drafts_from_the_first_rounds_on(batch):
     """Small shapes first, in doublings: after 25 rounds it is at most 20 % behind the best shape."""
@@ -251,16 +233,3 @@ def test_new_rows_hasten_no_probe_of_a_head_that_is_far_from_paying(best):
     world.best = 0.97  # then it pays, and that is noticed
     world.play(chooser, 150, [new_request() for _ in range(16)])
     assert world.play(chooser, 62, [new_request() for _ in range(16)])[None] < 20
-
-
-def test_the_first_round_with_more_rows_is_plain():
-    """A draft that costs one row little costs 16 rows much: without a plain round beside it, that would not be seen."""
-
-    def costs(arm: Arm, batch: int) -> tuple[float, float]:
-        return usual_costs(arm, 1) if batch == 1 else two_core_costs(arm, batch)
-
-    chooser, world = AdaptiveShape(DraftShape.chain(3)), World(best=0.5, costs=costs)
-    assert world.play(chooser, 60)[None] < 20
-    many = [new_request() for _ in range(16)]
-    assert world.play(chooser, 1, many)[None] == 1
-    assert world.play(chooser, 30, many)[None] >= 28

@@ -58,13 +58,3 @@ def test_rerank_keeps_the_best_and_their_parents(k, steps, nodes, ties):
             best = scores[row].sort(descending=True).values[: nodes - 1].sum()
             assert torch.isclose(scores[row, kept[1:]].sum(), best)
             assert tree.valid[row].all() and tree.depths[row].max() <= tree.deepest and tree.nodes == nodes
-
-
-def test_certain_chain_beside_equal_siblings():
-    """All of probability 1: scores are all 0, and the kept nodes must be the first of each level."""
-    tokens = torch.arange(20)[None]
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]])
-    levels = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
-    tree = rerank(torch.tensor([99]), tokens[:, :10], parents, levels, torch.zeros(1, 10), [5], int(levels[-1]))
-    assert tree.tokens.tolist() == [[99, 0, 1, 2, 3]]
-    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1]]

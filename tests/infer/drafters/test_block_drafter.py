@@ -10,13 +10,12 @@ import torch
 from tests.infer.conftest import DSPARK_HEADS, build_small_dspark
 from tests.infer.drafters.test_adaptive_drafter import PROBE, ScriptedChoice, paths
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
-from tests.infer.drafters.test_shared_heads import engine_after_steps
+from tests.infer.drafters.test_head_drafter import engine_after_steps
 from toolkit.infer.drafters import block_drafter, head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.targets.features import AuxCapture
 
 

@@ -7,8 +7,7 @@ import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, SamplingParams
 
 LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22, 6, 8, 2, 11)
 

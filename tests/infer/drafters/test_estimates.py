@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.drafters.estimates import LEVEL_GUESS, WINDOW, RunningAcceptance, StepCosts
+from toolkit.infer.drafters.estimates import WINDOW, RunningAcceptance, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -72,14 +72,6 @@ def test_probes_count_for_the_first_level_and_all_widths():
     for _ in range(40):
         acceptance.probe(request, [4] * 16)  # not among the four
     assert expected(acceptance, [request], SHAPES) == pytest.approx([1, 1, 1, 1], abs=0.15)
-
-
-def test_before_anything_was_drafted_the_most_that_it_can_cost_is_expected():
-    """n nodes are verified in n plain rounds. Only the smallest shape is let run by such a guess."""
-    costs = StepCosts()
-    costs.add(1, None, 0.0, 10.0)
-    found = costs.all(1, (None, *SMALLER, CHAIN_4))
-    assert found == {None: 10.0, DraftShape.chain(1): pytest.approx(20.0 + 10.0 * LEVEL_GUESS)}
 
 
 @pytest.mark.parametrize(("ran", "allowed"), [

@@ -33,8 +33,7 @@ from toolkit.infer.kernels import batch_invariant
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import SamplingParams, UnsupportedTargetError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 

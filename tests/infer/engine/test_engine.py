@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from toolkit.infer.engine.engine import Engine, EngineLoad, load_of
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError
+from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.request import PromptTooLongError, summarise
 
 
 def ragged_prompts(

@@ -20,8 +20,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
 from toolkit.infer.engine.scheduler import LEAST_CHUNK
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 176}
 MEMORY = {"ample": {}, "tight": TIGHT, "tight-no-prefixes": {**TIGHT, "prefix_cache": False}}

@@ -20,8 +20,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import CompileError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import CompileError, SamplingParams
 from toolkit.targets.target import Target
 
 pytestmark = pytest.mark.compile

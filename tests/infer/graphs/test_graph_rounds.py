@@ -26,8 +26,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import recordings
 from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture, buckets_up_to
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}],

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from toolkit.infer.cache.page_pool import PAGE_SIZE
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import LEAST, ConfigError, EngineConfig
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.params import DraftShapeError, EngineError
 
 NAMES = {field.name for field in dataclasses.fields(EngineConfig)}
 

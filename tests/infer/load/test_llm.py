@@ -15,7 +15,7 @@ from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.load.llm import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.infer.request.request import PromptTooLongError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -13,8 +13,7 @@ from toolkit.infer.drafters.lookup import ComposedDrafter, NgramLookup
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import build_engine, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.weights import read_json, write_json
 
 

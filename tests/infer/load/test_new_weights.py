@@ -25,7 +25,7 @@ from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import cpu_door
 from toolkit.infer.engine import engine as engine_module
 from toolkit.infer.engine.config import ConfigError
-from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.request.params import DraftShapeError, EngineError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap

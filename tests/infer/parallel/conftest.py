@@ -14,11 +14,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.heads.draft_head import build_head
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.heads.eagle2 import Eagle2Config
 from toolkit.heads.eagle3 import Eagle3Config
 from toolkit.heads.mtp import MtpConfig
-from toolkit.heads.registry import build_head
 from toolkit.targets.load import load_config
 from toolkit.tokenmap.token_map import TokenMap
 

@@ -21,8 +21,7 @@ from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError, SamplingError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
 

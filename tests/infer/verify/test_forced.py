@@ -9,10 +9,9 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
-from toolkit.infer.request.errors import DraftShapeError, EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, EngineError, SamplingParams
+from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.verifiers import ForcedAcceptance, follow, read_result
 
 

@@ -7,11 +7,9 @@ import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.request.errors import SamplingError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingError, SamplingParams
+from toolkit.infer.request.request import Request, summarise
 from toolkit.infer.verify.logits_processors import LogitEdits
 
 VOCAB = 12

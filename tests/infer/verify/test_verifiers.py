@@ -15,48 +15,14 @@ from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.draft_rollout import DrawnTokens
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import DraftShapeError, EngineError, SamplingParams, VerifyError
+from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import VERIFIERS, DrawnChains, block, rejection, settle
 
 DRAWING = ("rejection", "block")
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11], [6], [2, 20, 21, 5]]
-
-
-def chain(p: list[list[float]], q: list[list[float]], drafts: list[int], coins: list[float]) -> DrawnChains:
-    """One chain; the last node has no draft."""
-    nodes, last = len(p), [0.0] * len(p[0])
-    drafted = torch.tensor([[True] * (nodes - 1) + [False]])
-    ids, coin = torch.tensor([[*drafts, 0]]), torch.tensor([[*coins, 0.0]])
-    return DrawnChains(torch.tensor([p]), torch.tensor([[*q, last]]), ids, drafted, coin)
-
-
-def test_rejection_by_hand():
-    """p/q of the drafts 0, 1 is 0.5 and 2: kept below their coins, and replaced from max(p - q, 0) = (0, 0.2, 0.2)."""
-    p, q = [[0.4, 0.3, 0.3], [0.2, 0.6, 0.2], [1.0, 0.0, 0.0]], [[0.8, 0.1, 0.1], [0.5, 0.3, 0.2]]
-    for coin, kept, left in ((0.49, 2, [1.0, 0.0, 0.0]), (0.51, 0, [0.0, 0.2, 0.2])):
-        got, weights = rejection(chain(p, q, [0, 1], [coin, 0.99]))
-        assert got.tolist() == [kept] and torch.allclose(weights, torch.tensor([left]))
-    tokens = settle(rejection, chain(p, q, [0, 1], [0.51, 0.0]), torch.tensor([[0.6, 0.0, 0.0]]))
-    assert tokens[0, 0] == 2  # the upper half of what is left; the second draft, although its coin is 0, is behind it
-
-
-def test_block_by_hand():
-    """w = 1, 0.5, 1: the first draft alone would pass with h_1 below 0.5, but both together pass for certain.
-
-    h_1 = m / (m + 1 - w_1) with m = sum(max(0.5 * (0.2, 0.6, 0.2) - (0.5, 0.1, 0.4), 0)) = 0.2, so 2/7.
-    """
-    p, q = [[0.4, 0.3, 0.3], [0.2, 0.6, 0.2], [1.0, 0.0, 0.0]], [[0.8, 0.1, 0.1], [0.5, 0.1, 0.4]]
-    both, _ = block(chain(p, q, [0, 1], [0.999, 0.999]))
-    assert both.tolist() == [2]
-    for coin, kept in ((0.28, 1), (0.29, 0)):  # the second draft is 2 here, w_2 = 0.25
-        got, weights = block(chain(p, q, [0, 2], [coin, 0.26]))
-        wanted = [0.0, 0.2, 0.0] if kept else [0.0, 0.2, 0.2]
-        assert got.tolist() == [kept] and torch.allclose(weights, torch.tensor([wanted]), atol=1e-6)
-    assert block(chain(p, q, [0, 2], [0.99, 0.24]))[0].tolist() == [2]
 
 
 def test_equal_distributions_keep_every_draft():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from toolkit.infer.attention.fused_layer import is_fused
 from toolkit.infer.kernels.batch_invariant import in_lanes, in_row_blocks
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import UnsupportedTargetError
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.target import Target
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache
 
 from toolkit.infer.cache.linear_states import RowStates
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import UnsupportedTargetError
 
 LINEAR = "linear_attention"  # in `layer_types` of a configuration
 # The two rules of Qwen3-Next and Qwen3.5: names in transformers' modules.

@@ -25,7 +25,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, RowAttention, ops_for
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, attend_masked, keys_of_nodes, write_entries
 from toolkit.infer.kernels.reference import additive_mask, attend_causal
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 # Up to this many new nodes per row, a row attention kernel (a pass over the keys per few nodes) beats matrix products.
 FEW = 16

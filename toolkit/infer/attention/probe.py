@@ -21,7 +21,7 @@ from toolkit.infer.attention.layer_attention import LayerCall, register_attentio
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import UnsupportedTargetError
 
 PROBE = "toolkit-probe"
 # Keywords without influence on the attention pattern; any other keyword that is set raises an error.

@@ -30,7 +30,7 @@ from toolkit.infer.cache.linear_states import LinearStates, RowStates, StateProb
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import UnsupportedTargetError
 from toolkit.targets.target import Target
 
 # input_ids and positions [B, N], metadata, states of linear-attention layers -> last hidden state [B, N, H]

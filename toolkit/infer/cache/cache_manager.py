@@ -16,7 +16,7 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.cache.linear_states import LinearStates, Snapshot
 from toolkit.infer.cache.page_pool import PAGE_SIZE, PagePool
 from toolkit.infer.cache.prefix_cache import PrefixCache
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import EngineError
 from toolkit.log import get_logger
 from toolkit.memory import usable_memory
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import Pages, places_in
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE: untouched addresses do not count as used memory
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 
 STATES_PER_ROW = 2  # kept prefixes whose states are kept too; a state is as large as many pages
 Stores = dict[int, Tensor]  # by the layer's number in the target

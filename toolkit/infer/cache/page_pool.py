@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.paged_reference import places_in
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 PAGE_SIZE = 16
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.request.draft_tree import upload
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 
 # One row on the host: the last committed token; number of positions whose target keys are cached; how many of the last
 # of them the drafter has not read; 1 for a request, 0 for padding.

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.decoder_layer import using
 from toolkit.heads.dspark import DSparkHead
-from toolkit.heads.layer_ops import using
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
@@ -38,7 +38,7 @@ from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.targets.target import Target
 
 

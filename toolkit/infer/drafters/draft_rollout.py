@@ -49,9 +49,8 @@ from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Candidates, root_beams
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, candidate_count
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, candidate_count, upload
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.logits_processors import packed, unpacked
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, upload
+from toolkit.infer.request.params import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.verifiers import VerifyResult
 
 DraftRanks = list[
@@ -44,13 +43,13 @@ class Drafter(ABC):
         """
         return 0
 
-    @abstractmethod
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Reads the prompt tokens that the target has just read: `tokens` a request, in rows first_row ..
 
         They are context_ids[n_read : n_read + tokens] of each request, padded on the right. They reach the end of
         context_ids for all requests, or (a chunk) for none.
         """
+        return  # no cache
 
     def positions_read(self, row: int, request: Request) -> int:
         """Returns the length of the row's prefix whose cache entries equal those of a new prefill."""
@@ -79,9 +78,9 @@ class Drafter(ABC):
         """Takes what the target accepted of the last trees. The tokens are not yet appended to the requests."""
         return  # a drafter that reads the requests sees these tokens later
 
-    @abstractmethod
     def move_row(self, destination: int, source: int) -> None:
         """Moves row `source` to the place of the finished row `destination`."""
+        return  # nothing by row
 
     @abstractmethod
     def set_shape(self, shape: DraftShape) -> None:
@@ -110,17 +109,11 @@ def unread_tokens(requests: Sequence[Request], count: int, device: torch.device)
 class NoDrafter(Drafter):
     """A drafter for plain decoding: every tree is a root only."""
 
-    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        pass
-
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         return root_only(rows.roots), [[] for _ in requests]
-
-    def move_row(self, destination: int, source: int) -> None:
-        pass
 
     def set_shape(self, shape: DraftShape) -> None:
         raise EngineError(f"draft shape {shape.name} is given, but the engine has no draft head; give it one")

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.decoder_layer import Attend
+from toolkit.heads.decoder_layer import PLAIN, Attend, LayerOps, using
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.layer_ops import PLAIN, LayerOps, using
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, copy_weights, linear_rows
 from toolkit.targets.target import Target

@@ -39,10 +39,9 @@ from toolkit.infer.drafters.draft_rollout import (
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
 from toolkit.infer.kernels.tree_reference import AcceptedPath
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only, upload
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 

@@ -51,10 +51,17 @@ from torch.nn.functional import pad
 
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, DraftRanks, NoDrafter, WrappedDrafter
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, chain_tree, root_only, without_padding
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
+from toolkit.infer.request.draft_tree import (
+    DraftShape,
+    DraftTree,
+    Proposal,
+    chain_tree,
+    root_only,
+    upload,
+    without_padding,
+)
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 
 MOST_LINKS = 32  # states whose latest place is updated per token: a text of one repeated token has a state per length
 SEPARATOR = -1  # ends each text of a corpus: no text continues into the next one
@@ -306,7 +313,7 @@ class NgramLookup:
         return "ngram"
 
 
-class NgramDrafter(NoDrafter):
+class NgramDrafter(Drafter):
     """Drafts chains as deep as the shape from the requests' own tokens. A row without a match gets its root only."""
 
     def __init__(self, lookup: NgramLookup, shape: DraftShape) -> None:

@@ -358,7 +358,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 def parse_shape(text: str, where: str) -> DraftShape:
     """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
     from toolkit.infer.request.draft_tree import DraftShape
-    from toolkit.infer.request.errors import DraftShapeError
+    from toolkit.infer.request.params import DraftShapeError
 
     try:
         return DraftShape.parse(text)

@@ -47,9 +47,8 @@ from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.dispatch import use_device
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.grammar import Grammars
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import Request, checked_prompt, one_for_each
 from toolkit.infer.verify.verifiers import ForcedAcceptance, choose_verifier
 from toolkit.log import get_logger

@@ -23,10 +23,8 @@ import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from toolkit.infer.request.errors import Cause, RequestCutError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.params import Cause, RequestCutError, SamplingParams
+from toolkit.infer.request.request import Request, Update
 from toolkit.log import get_logger
 from toolkit.threads import end_openmp_workers
 

@@ -19,9 +19,8 @@ from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.round import append
 from toolkit.infer.engine.scheduler import LEAST_CHUNK, Scheduler
-from toolkit.infer.request.draft_tree import root_only
+from toolkit.infer.request.draft_tree import root_only, upload
 from toolkit.infer.request.request import NOT_FINITE, Request, TokenLogprob
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
 from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target

@@ -38,7 +38,7 @@ from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
-from toolkit.infer.request.errors import CompileError
+from toolkit.infer.request.params import CompileError
 from toolkit.log import get_logger
 
 log = get_logger(__name__)

@@ -24,7 +24,7 @@ from toolkit.infer.drafters.draft_rollout import DraftSampling
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.request.params import CompileError, EngineError
 from toolkit.infer.verify.sampler import NodeSampler, recorded_sampler
 from toolkit.log import Progress, get_logger
 

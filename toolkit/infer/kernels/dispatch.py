@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.heads import layer_ops
+from toolkit.heads import decoder_layer as layer_ops
 from toolkit.infer.kernels import batch_invariant, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Ranked

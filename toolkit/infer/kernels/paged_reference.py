@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.heads.layer_ops import rotate
+from toolkit.heads.decoder_layer import rotate
 from toolkit.infer.kernels.reference import additive_mask, attend, rms_norm
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import node_numbers, without_padding
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import node_numbers, upload, without_padding
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.detokenize import TextStream
-from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.request import Request, TokenLogprob, Update, VerifyEvent, summarise
 
 
 class Answer:

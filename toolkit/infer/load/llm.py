@@ -20,14 +20,19 @@ from torch import Tensor
 
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.request import (
+    AcceptanceStats,
+    Request,
+    TokenLogprob,
+    Update,
+    VerifyEvent,
+    one_for_each,
+    summarise,
+)
 
 if TYPE_CHECKING:  # an engine needs transformers' models, which take seconds to import: the first LLM does that
     from toolkit.infer.drafters.choose_drafter import Draft

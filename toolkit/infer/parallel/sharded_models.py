@@ -32,7 +32,7 @@ from toolkit.heads.decoder_layer import Attention, GatedMLP
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import UnsupportedTargetError
 from toolkit.targets.load import load_config
 from toolkit.targets.target import Target
 

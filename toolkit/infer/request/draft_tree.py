@@ -1,4 +1,4 @@
-"""Draft trees: their shape, and the tensors of one batch of trees.
+"""Draft trees: their shape, the tensors of one batch of trees, and how the host's numbers become tensors (`upload`).
 
 Shapes: B requests, N nodes (root included), R selected rows, D draft vocabulary, V vocabulary. Node 0 is the root: the
 last committed token, whose target KV is not computed yet. Nodes are in level order, so a parent's number is smaller
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.head_kinds import SHAPE_PRESETS
-from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.params import DraftShapeError
 
 PLAIN = "plain"  # in place of a shape: nothing is drafted
 ADAPTIVE = "adaptive"  # in place of a shape: every step chooses what it drafts
@@ -207,3 +207,11 @@ def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
     """Return mask [B, N, N] in which a node that is not `valid` [B, N] attends to itself only."""
     own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     return torch.where(valid[:, :, None], mask, own)
+
+
+def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `torch.tensor(numbers)` on a device.
+
+    To a GPU they go in stream order, from pinned memory: the host does not wait for the work before.
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolkit.errors import MissingPackageError, optional_package
-from toolkit.infer.request.errors import SamplingError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import SamplingError, SamplingParams
 
 MOST_BLANKS = 40
 MOST_KEPT = 64  # compiled grammars; the state of an answer is a copy of one

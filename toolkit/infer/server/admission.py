@@ -12,7 +12,7 @@ from typing import Any, Self
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from toolkit.infer.engine.engine_thread import EngineThread
-from toolkit.infer.request.errors import Cause, DraftShapeError, RequestCutError, SamplingError, VerifyError
+from toolkit.infer.request.params import Cause, DraftShapeError, RequestCutError, SamplingError, VerifyError
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, cut_off, queue_is_full
 from toolkit.infer.server.openai_protocol import GenerationFields
 from toolkit.infer.server.request_params import wrong_setting

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from toolkit.chat_rows import short
 from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
-from toolkit.infer.request.errors import Cause
+from toolkit.infer.request.params import Cause
 
 MAX_SHOWN = 5  # problems listed in one message
 MOST_CHARACTERS = 1000  # of a message

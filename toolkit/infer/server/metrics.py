@@ -21,8 +21,7 @@ from prometheus_client.exposition import choose_encoder
 
 from toolkit.infer.engine.engine import EngineLoad
 from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import NOT_FINITE, Request
+from toolkit.infer.request.request import NOT_FINITE, Request, summarise
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from toolkit.infer.request.errors import SamplingError
-from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingParams
+from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingError, SamplingParams
 from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.openai_protocol import GenerationFields
 from toolkit.log import get_logger

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.infer.engine.engine_thread import Ticket
 from toolkit.infer.load.answer import Answer, acceptance_details
-from toolkit.infer.request.update import Update
+from toolkit.infer.request.request import Update
 from toolkit.infer.server.answer_parser import AnswerParser
 from toolkit.infer.server.tool_calls import Piece
 

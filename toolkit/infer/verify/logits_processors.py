@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request.draft_tree import DraftTree, Proposal, chain_tree, root_only, without_padding
+from toolkit.infer.request.draft_tree import DraftTree, Proposal, chain_tree, root_only, upload, without_padding
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 
 
 def penalises(params: SamplingParams) -> bool:

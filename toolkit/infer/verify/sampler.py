@@ -23,9 +23,8 @@ from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.request.draft_tree import DraftTree, upload
 from toolkit.infer.request.request import Request, TokenLogprob
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.logits_processors import GrammarMasks, LogitEdits, below_min_tokens, is_edited
 from toolkit.infer.verify.token_distribution import RowDistributions
 from toolkit.infer.verify.verifiers import NO_TOKEN, TARGET, Verifier, VerifyResult

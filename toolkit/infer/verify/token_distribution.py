@@ -32,9 +32,11 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.reference import GOLDEN, mix, widths_for
+from toolkit.infer.kernels.reference import GOLDEN
+from toolkit.infer.kernels.reference import mix
+from toolkit.infer.kernels.reference import widths_for
+from toolkit.infer.request.draft_tree import upload
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.upload import upload
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,9 @@ from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import AcceptedPath
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.request.errors import DraftShapeError, EngineError, VerifyError
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, upload
+from toolkit.infer.request.params import DraftShapeError, EngineError, VerifyError
 from toolkit.infer.request.request import Request
-from toolkit.infer.request.upload import upload
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from, round_uniform
 
 LOGIT_ROWS = 512  # rows of logits, and of the distributions of drawn chains, that are computed at once

@@ -1,4 +1,4 @@
-"""`heads/layer_ops.py` and `reference.rms_norm` in Triton: the small operations between the products of a layer.
+"""`heads/decoder_layer.py` and `reference.rms_norm` in Triton: the small operations between the products of a layer.
 
 Shapes: T tokens, hd head dim, I intermediate size, H hidden size.
 """

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Candidates, Ranked
-from toolkit.infer.request.upload import upload
+from toolkit.infer.request.draft_tree import upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
 LANES = 128  # candidates that one program converts to nodes

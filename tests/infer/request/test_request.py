@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.request.request import Request, VerifyEvent, summarise
 
 
 def event(accepted: int, *, offered: int = 4, depth: int = 4, committed: int | None = None) -> VerifyEvent:
