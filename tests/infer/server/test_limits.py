@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-import re
 import socket
 import threading
 import time
@@ -91,15 +89,6 @@ def test_a_browser_gets_in_with_the_key_as_password(serve):
     assert httpx.get(f"{scene.url}/metrics", headers={**page, "Authorization": "Basic x"}).status_code == 401
 
 
-def test_keys_are_compared_in_constant_time(serve, monkeypatch):
-    """Every key is compared, by its hash and by hmac: how long it takes says nothing about a key."""
-    compared, compare = [], hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: (compared.append(pair), compare(*pair))[1])
-    scene = serve(api_keys=(SECRET, OTHER))
-    httpx.get(f"{scene.url}/v1/models", headers={"Authorization": f"Bearer {SECRET}"})
-    assert [len(side) for pair in compared for side in pair] == [32] * 4
-
-
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
     """The file wins; the variable is gone afterwards, so that no child process has it; nothing prints a key."""
     path = tmp_path / "keys"
@@ -154,12 +143,11 @@ def test_logs_hold_no_prompts_and_no_keys(serve, caplog, monkeypatch):
 # -- how much ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stated", [True, False])
-def test_a_body_beyond_the_limit(serve, stated):
-    """50 MB, with and without its size in the head: a 413 that the client gets to read, and no memory for it."""
+def test_a_body_beyond_the_limit(serve):
+    """50 MB without its size in the head: a 413 that the client gets to read, and no memory for it."""
     scene = serve(max_body_bytes=100_000)
     large = b"x" * 50_000_000
-    content = large if stated else (large[start : start + 10**6] for start in range(0, len(large), 10**6))
+    content = (large[start : start + 10**6] for start in range(0, len(large), 10**6))
     reply = httpx.post(f"{scene.url}/v1/chat/completions", content=content, timeout=20)
     error = error_of(reply, 413)
     assert error["code"] == "request_too_large" and "100000" in error["message"]
@@ -186,21 +174,12 @@ def test_a_client_that_goes_away_within_its_body(serve):
     assert scene.ask().choices[0].message.content == scene.text
 
 
-def test_invalid_utf8(serve):
-    """A 400 that says where, in place of a broken prompt."""
+def test_bodies_that_no_parser_takes(serve):
+    """Invalid UTF-8 and JSON of 100,000 levels are a 400, not a broken prompt or a crash."""
     scene = serve()
-    body = json.dumps(BODY).encode().replace(b"count", b"c\xf6unt")
-    reply = httpx.post(f"{scene.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
-    assert "not valid UTF-8" in error_of(reply, 400)["message"]
-
-
-def test_a_bomb_of_brackets(serve):
-    """JSON of 100,000 levels is a 400, not a crash."""
-    scene = serve()
-    reply = httpx.post(
-        f"{scene.url}/v1/completions", content=b"[" * 100_000, headers={"Content-Type": "application/json"}
-    )
-    error_of(reply, 400)
+    for content in (json.dumps(BODY).encode().replace(b"count", b"c\xf6unt"), b"[" * 100_000):
+        headers = {"Content-Type": "application/json"}
+        error_of(httpx.post(f"{scene.url}/v1/chat/completions", content=content, headers=headers), 400)
 
 
 def test_prompts_at_the_end_of_the_context(tiny_target, tiny_draft, running):
@@ -280,8 +259,7 @@ def test_a_full_queue_is_a_429(serve):
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by", ["request", "server"])
+@pytest.mark.parametrize(("stream", "by"), [(False, "request"), (True, "server")])
 def test_an_answer_is_cut_at_its_deadline(serve, stream, by):
     """What was written until then is the answer, finish_reason says abort, and the engine is free."""
     scene = serve(**({"request_timeout_s": 0.4} if by == "server" else {"request_timeout_s": 30}))
@@ -327,34 +305,10 @@ def test_clients_that_leave_the_queue(serve):
     assert idle(scene.engine) and scene.ask().choices[0].message.content == scene.text
 
 
-def test_a_slow_reader(serve):
-    """A client that does not read its stream holds up nobody, keeps no row, and gets its whole answer in the end."""
-    scene = serve(context_length=20_000)
-    words, quick = scene.ids(" apples") * 12_000, scene.engine.script
-    scene.engine.script = lambda prompt: words if len(prompt) == 1 else quick(prompt)
-    body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # a megabyte of events does not fit
-        client.settimeout(20)
-        client.connect(scene.address)
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        assert client.recv(12) == b"HTTP/1.1 200"
-        for _ in range(3):
-            assert scene.ask().choices[0].message.content == scene.text
-        assert idle(scene.engine, 30)
-        received = b"".join(iter(lambda: client.recv(65536), b"")).decode()
-    written = "".join(re.findall(r'"text": "([^"]*)"', received))
-    assert written == " apples" * (12_000 // len(scene.ids(" apples"))) and "[DONE]" in received
-
-
 def test_settings_out_of_range():
     """Named by their flags."""
     for settings, says in (
-        ({"max_n": 0}, "--max-n is 0"),
-        ({"max_n": 129}, "at most 128"),
-        ({"max_body_bytes": 0}, "--max-body-bytes is 0"),
-        ({"request_timeout_s": 0}, "--request-timeout is 0"),
+        ({"max_n": 129}, "--max-n is 129"),
         ({"watchdog_timeout_s": -1}, "--watchdog-timeout is -1"),
         ({"drain_timeout_s": float("inf")}, "--drain-timeout is inf; a finite number"),
     ):
@@ -372,10 +326,3 @@ def test_priority_and_verify_reach_the_engine(serve, monkeypatch):
     monkeypatch.setattr(scene.engine, "add_request", lambda *a, **named: (seen.append(named), add(*a, **named))[1])
     assert scene.post({**BODY, "priority": -3, "verify": "target"}).status_code == 200
     assert (seen[0]["verify"], seen[0]["priority"]) == ("target", -3)
-
-
-@pytest.mark.parametrize("field", ["lora_path", "lora_request", "lora", "draft", "speculative_config"])
-def test_a_request_brings_no_weights(serve, field):
-    """Served in silence with other weights, an answer would be wrong; the error names the field."""
-    error = error_of(serve().post({**BODY, field: "mine"}), 400)
-    assert error["param"] == field and error["code"] == "unsupported_parameter"

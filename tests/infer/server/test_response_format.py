@@ -86,13 +86,6 @@ def test_a_raw_schema_streamed_and_whole(client):
     assert 0 <= json.loads(text)["n"] <= 99
 
 
-def test_any_object(client):
-    """json_object: an object of any content. Random answers do not end, so a schema of its content is given too."""
-    answer = ask(client, response_format={"type": "json_object"}, temperature=0, max_tokens=8)
-    assert answer.choices[0].message.content.startswith("{")
-    assert ask(client, response_format={"type": "text"}, max_tokens=4).choices[0].message.content is not None
-
-
 def test_sglangs_fields(client, url):
     """`regex` and `json_schema` (a text or an object) on both endpoints."""
     pattern = r"(fox|dog){1,3} [0-9]{2}"
@@ -108,48 +101,23 @@ def named(schema, **more):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}, **more}}
 
 
-WRONG = {
-    "keyword": (named({"not": {}}), "response_format", '"not"'),
-    "type": (named({"type": "strin"}), "response_format", "strin"),
-    "of-no-schema": (
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema",
-        "needs 'json_schema'",
-    ),
-    "with-schema": (
-        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
-        "response_format.json_schema",
-        "has no 'json_schema'",
-    ),
-    "no-name": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-        "missing",
-    ),
-    "unknown": ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-    "grammar": (
-        {"response_format": {"type": "json_object", "strict": True}},
-        "response_format.strict",
-        "unknown field",
-    ),
-    "regex": ({"regex": "["}, "regex", "unclosed"),
-    "json": ({"json_schema": "{"}, "json_schema", "cannot be read"),
-    "two": ({"json_schema": "{}", "regex": "a"}, "regex", "one of the two"),
-    "two-schemas": ({"json_schema": "{}", **named({})}, "json_schema", "one of them"),
-    "ignore-eos": ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos", "leave this out"),
-    "stop": ({"regex": "a+", "stop": ["aa"]}, "stop", "leave this out"),
-    "stop-ids": ({**named({}), "stop_token_ids": [5]}, "stop_token_ids", "leave this out"),
-    "vllm": ({"guided_regex": "a"}, "guided_regex", "unknown field"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_honoured_is_a_400_that_says_so(url, case):
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (named({"not": {}}), "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        ({"regex": "["}, "regex"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "{}", "regex": "a"}, "regex"),
+        ({"json_schema": "{}", **named({})}, "json_schema"),
+        ({"regex": "a+", "stop": ["aa"]}, "stop"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_400_that_says_so(url, fields, param):
     """A schema that were enforced in part would break the client's parser later, far from its cause."""
-    fields, param, said = WRONG[case]
     reply = httpx.post(f"{url}/v1/chat/completions", json={"model": "tiny", "messages": USER, **fields}, timeout=60)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param) and said in error["message"]
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
 def test_a_grammar_that_fails_is_an_error_of_its_request(client, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.infer.request.errors import SamplingError
 from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingParams
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.openai_protocol import GenerationFields
+from toolkit.infer.server.protocol import GenerationFields
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
@@ -34,15 +34,15 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
             ),
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
-            logit_bias=body.biases,
+            logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
             seed=body.seed,
             max_tokens=room if body.token_limit is None else max(1, body.token_limit),
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
             stop_ids=body.stop_token_ids,
             stop=body.stops,
-            logprobs=0 if body.most_logprobs is None and body.answers > body.n else body.most_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
+            logprobs=0 if body.n_logprobs is None and body.answers > body.n else body.n_logprobs,
+            prompt_logprobs=body.n_prompt_logprobs,
             json_schema=body.schema_of_answer,
             regex=body.regex,
         )

@@ -1,4 +1,4 @@
-"""Replies of /v1/chat/completions and /v1/completions: their JSON, whole and streamed, and their transport.
+"""What is sent: answers while the engine writes them, their JSON in chats and completions, and the transport.
 
 Log-probabilities have the exact bytes of every token. A client may disconnect before the reply is complete.
 """
@@ -12,39 +12,74 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from toolkit.infer.engine.engine_thread import Ticket
+from toolkit.infer.load.answer import Answer, acceptance_details
 from toolkit.infer.request.request import TokenLogprob
+from toolkit.infer.request.update import Update
+from toolkit.infer.server.answer_parser import AnswerParser
 from toolkit.infer.server.tool_calls import Kind, Piece
 
 T = TypeVar("T")
 
 
-class Form(Protocol):
-    """The JSON of one kind of reply, whole and streamed; see ReplyForm."""
+@dataclass
+class Writing:
+    """One of a request's n answers while it is generated. sent_characters: whose log-probabilities have been sent."""
 
-    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]: ...
+    index: int
+    ticket: Ticket
+    answer: Answer
+    parser: AnswerParser
+    min_tokens: int = 0
+    reasoning_tokens: int = 0
+    sent_characters: int = 0
 
-    def choice(
-        self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]: ...
+    @property
+    def mean_logprob(self) -> float:
+        """Of the answer's tokens, which were asked for."""
+        entries = self.ticket.request.logprobs[: self.answer.n_tokens]
+        return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
-    def first(self, index: int) -> list[str]: ...
+    def read(self, update: Update) -> list[Piece]:
+        """Add an update. Returns the new pieces that can be shown."""
+        if self.parser.is_plain:
+            text = self.answer.feed(update)
+            return [Piece("content", text)] if text else []
+        pieces: list[Piece] = []
+        for one in update.singly():
+            text = self.answer.feed(one)
+            pieces += self.parser.push(text, searched=self.answer.n_tokens > self.min_tokens)
+            self.reasoning_tokens += self.parser.thinking and len(one.token_ids)  # none: the end comes by itself
+            if self.parser.done:
+                self.answer.finish_reason = "stop"
+                return pieces
+            if self.answer.finish_reason is not None:
+                return pieces + self.parser.finish(cut=self.answer.finish_reason != "stop")
+        return pieces
 
-    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> str: ...
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's: "tool_calls" for a complete answer with calls."""
+        called = self.answer.finish_reason == "stop" and self.parser.n_calls > 0
+        return "tool_calls" if called else self.answer.finish_reason
 
-    def ended(
-        self, index: int, finish_reason: str, logprobs: dict[str, Any] | None, extra: dict[str, Any]
-    ) -> list[str]: ...
+    @property
+    def token_ids(self) -> dict[str, list[int]]:
+        """The fields of `return_token_ids`. The ids of the answer include the stop id that ended it."""
+        request = self.ticket.request
+        return {"prompt_token_ids": request.prompt_ids, "token_ids": request.output_ids[: self.answer.n_tokens]}
 
-    def last(self, usage: dict[str, Any]) -> list[str]: ...
-
-    def failed(self, body: dict[str, Any]) -> str: ...
+    @property
+    def acceptance(self) -> dict[str, Any]:
+        """The field of `return_acceptance`."""
+        return {"acceptance": acceptance_details(self.ticket.request, self.answer.n_tokens)}
 
 
 @dataclass(frozen=True)
