@@ -10,7 +10,6 @@ import time
 import httpx
 import pytest
 
-from tests.infer.server.test_admission import unread_stream, with_long_events
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.server import admission
 from toolkit.infer.server import app as server_app
@@ -187,23 +186,6 @@ def test_a_stuck_step(start, caplog, monkeypatch):
     assert hanging().json()["choices"][0]["message"]["content"] == scene.text
     served.wait_for("ready")
     assert "the engine goes on" in caplog.text
-
-
-def test_a_slow_reader_does_not_hold_up_the_end(start):
-    """What is written gets the seconds of the shutdown, not the whole time to drain."""
-
-    def change(scene):
-        scene.engine.context_length = 20_000
-        long = with_long_events(scene)
-        scene.served = lambda: long
-
-    served = start(change, drain_timeout_s=600)
-    served.wait_for("ready")
-    with unread_stream(served.scene):
-        until(lambda: served.scene.engine.running)
-        until(lambda: not served.scene.engine.has_work(), 30)
-        served.signal()
-        assert served.ended()
 
 
 def test_the_end_with_a_step_that_hangs_on(start, monkeypatch):

@@ -130,19 +130,6 @@ def test_settings_reach_the_engine(client, direct, tiny_target):
         assert less.output_ids != wanted.output_ids, f"{name} changes nothing here, so the test says nothing of it"
 
 
-def test_a_stop_string_ends_the_engine_too(client, direct, tiny_target):
-    """The tokens behind it are neither text nor usage, and the reason is "stop"."""
-    answer = direct(max_tokens=40, ignore_eos=True)
-    decode = tiny_target.tokenizer.decode
-    end = next(n for n in range(4, 40) if "\ufffd" not in decode(answer.output_ids[:n])[-2:])
-    stop = decode(answer.output_ids[:end])[-2:]
-    got = ask(client, temperature=0, max_tokens=40, stop=stop, extra_body={"ignore_eos": True})
-    ids = answer.output_ids
-    needed = next(n for n in range(1, 41) if stop in decode(ids[:n], skip_special_tokens=True))
-    assert got.choices[0].finish_reason == "stop" and stop not in got.choices[0].message.content
-    assert got.usage.completion_tokens == needed
-
-
 def test_n_answers(client):
     """Answer i is that of seed + i alone, streamed too; usage counts all of them and the prompt once."""
     fields = {"max_tokens": 12, "temperature": 1.0}

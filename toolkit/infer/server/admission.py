@@ -26,7 +26,7 @@ from toolkit.infer.engine.engine_thread import EngineThread
 from toolkit.infer.engine.watchdog import Watchdog
 from toolkit.infer.request.errors import Cause, DraftShapeError, RequestCutError, SamplingError, VerifyError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.server.api_errors import ApiError, cut_off, queue_is_full
+from toolkit.infer.server.api_errors import FINAL, ApiError
 from toolkit.infer.server.protocol import GenerationFields
 from toolkit.infer.server.request_params import wrong_setting
 from toolkit.infer.server.server_settings import ServerSettings
@@ -50,7 +50,6 @@ class LifeCycle:
         self._engine, self._settings = engine, settings
         self._watchdog = Watchdog(engine, settings.watchdog_timeout_s)
         self._warm = False
-        self._answering = 0  # requests whose reply is not complete
         self._drain_until: float | None = None
 
     def start(self) -> None:
@@ -91,8 +90,6 @@ class LifeCycle:
         else:
             self._warm = True
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def check_accepts(self) -> None:
         """Raise the 503 for a request that comes while the server drains or the engine hangs."""
         if self._drain_until is not None:
@@ -101,17 +98,6 @@ class LifeCycle:
         if self._watchdog.stuck:
             message = "the engine hangs in a step; the server's log says where"
             raise ApiError(503, message, code="engine_stuck", headers={"Retry-After": str(STUCK_RETRY_S)})
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count a request until its reply is complete."""
-        self._answering += 1
-        try:
-            yield
-        finally:
-            self._answering -= 1
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Take no more requests. A second call ends those that run."""
@@ -123,11 +109,11 @@ class LifeCycle:
 
         Answers that are written do not hold it up: their clients get some seconds to read them (uvicorn's shutdown).
         """
-        if self._drain_until is None or not self._answering or not self._engine.open:
+        if self._drain_until is None or not self._warm or not self._engine.open:
             return True
         if time.monotonic() < self._drain_until:
             return False
-        logger.warning("%d requests did not end in time; their answers are cut", self._answering)
+        logger.warning("%d requests did not end in time; their answers are cut", self._engine.open)
         self._engine.cut_all("shutdown")
         return True
 
@@ -210,12 +196,11 @@ class Gate:
             return
         except ClientGone:
             return
-        with self._life.answering():
-            await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, _replay(body, receive), send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body. A larger one is read to its end but not kept: many clients read no reply before that."""
-        most = self._settings.max_body_bytes
+        limit = self._settings.max_body_bytes
         parts: list[bytes] = []
         size, more = 0, True
         try:
@@ -226,19 +211,19 @@ class Gate:
                         raise ClientGone
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size <= most:
+                    if size <= limit:
                         parts.append(part)
                     else:
                         parts.clear()
         except TimeoutError:
-            if size <= most:
+            if size <= limit:
                 raise ApiError(
                     408,
                     f"the request was not complete after {self._settings.body_timeout_s:g} s ({size} bytes came)",
                     code="request_incomplete",
                 ) from None
-        if size > most:
-            problem = f"the body has {size} bytes or more; this server takes {most} (--max-body-bytes): send less"
+        if size > limit:
+            problem = f"the body has {size} bytes or more; this server takes {limit} (--max-body-bytes): send less"
             raise ApiError(413, problem, code="request_too_large")
         return b"".join(parts)
 
@@ -288,7 +273,9 @@ class Admission:
             raise ApiError(400, message, param="n", code="invalid_value")
         waiting = self._engine.open + n * prompts - self._running
         if waiting > self._settings.max_queued_requests:
-            raise queue_is_full(waiting, self._settings.max_queued_requests)
+            message = f"{waiting} answers would wait, but at most {self._settings.max_queued_requests} may"
+            message += " (--max-queued-requests); ask again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
         with self._engine.reserving(n * prompts):
             yield
 
@@ -302,9 +289,9 @@ class Deadline:
     at: float | None
 
     @classmethod
-    def of(cls, asked: float | None, most: float | None, arrived: float) -> Self:
-        """asked, most: seconds by the request and by the server. arrived: seconds of time.monotonic."""
-        seconds = min((one for one in (asked, most) if one is not None), default=None)
+    def of(cls, asked: float | None, limit: float | None, arrived: float) -> Self:
+        """asked, limit: seconds by the request and by the server. arrived: seconds of time.monotonic."""
+        seconds = min((given for given in (asked, limit) if given is not None), default=None)
         return cls(seconds, asked is not None and seconds == asked, None if seconds is None else arrived + seconds)
 
     @property
@@ -314,7 +301,10 @@ class Deadline:
 
     def error(self, cause: Cause) -> ApiError:
         """The error of a request that was cut before its answer began."""
-        return cut_off(cause, self.seconds, own=self.own)
+        if cause == "shutdown":
+            return ApiError(503, "the server shut down before an answer began", code="shutting_down")
+        message = f"no answer began within the {self.seconds:g} s of this request; ask for less, or give it more time"
+        return ApiError(408 if self.own else 504, message, code="deadline_exceeded", headers=FINAL)
 
 
 def to_api_error(error: BaseException, body: GenerationFields, param: str, deadline: Deadline) -> BaseException:

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -82,7 +82,6 @@ class Writing:
         return {"acceptance": acceptance_details(self.ticket.request, self.answer.n_tokens)}
 
 
-@dataclass(frozen=True)
 class ReplyForm:
     """Identity and JSON form of one reply.
 
@@ -91,20 +90,20 @@ class ReplyForm:
     `choices[].logprobs`, None if the client did not ask for them.
     """
 
-    model: str
-    fingerprint: str
-    chat: bool
-    with_usage: bool
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}")
+    def __init__(self, model: str, fingerprint: str, chat: bool, with_usage: bool) -> None:
+        self.chat, self.with_usage = chat, with_usage
+        self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
-        head = self._head("chat.completion" if self.chat else "text_completion")
-        return {**head, "choices": list(choices), "usage": usage}
+        return {**self._head, "choices": list(choices), "usage": usage}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
@@ -129,16 +128,11 @@ class ReplyForm:
 
     def last(self, usage: dict[str, Any]) -> list[str]:
         """Events that end a stream."""
-        used = [sse({**self._head(self._chunk_object), "choices": [], "usage": usage})] if self.with_usage else []
-        return [*used, "data: [DONE]\n\n"]
+        return [*([self._chunk([], usage)] if self.with_usage else []), "data: [DONE]\n\n"]
 
     def failed(self, body: dict[str, Any]) -> str:
         """The last event of a stream whose answer failed; body: as of a reply with an error's status."""
         return sse(body)
-
-    @property
-    def _chunk_object(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _event(
         self,
@@ -148,19 +142,12 @@ class ReplyForm:
         logprobs: dict[str, Any] | None,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        content = {"delta": delta} if self.chat else {"text": delta}
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
-        body = {**self._head(self._chunk_object), "choices": [choice]}
-        return sse({**body, "usage": None} if self.with_usage else body)
+        choice = {"index": index, "delta" if self.chat else "text": delta, "logprobs": logprobs}
+        return self._chunk([{**choice, "finish_reason": finish_reason, **(extra or {})}])
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        used = {"usage": usage} if self.with_usage else {}
+        return sse({**self._head, "object": self._chunk_object, "choices": choices, **used})
 
 
 def joined(pieces: Sequence[Piece], kind: Kind) -> str:
