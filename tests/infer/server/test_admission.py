@@ -157,6 +157,8 @@ def test_the_answers_of_a_request_take_their_places_together(serve, background):
     finally:
         scene.engine.allow.set()
     assert len(first.result(20).json()["choices"]) == 4
+    error = error_of(serve(max_n=2).post({**BODY, "n": 3}), 400)
+    assert error["param"] == "n" and "at most 2" in error["message"]
 
 
 def test_places_are_kept_while_a_prompt_is_tokenised(serve, background, held):
@@ -384,14 +386,6 @@ def test_a_long_text_is_tokenised_beside_the_streams(serve, monkeypatch):
     loop = next(thread for size, thread in threads if size == len("apples " * 3))
     others = [thread for size, thread in threads if size > 100_000]
     assert len(others) == 2 and loop not in others
-
-
-def test_the_number_of_answers(serve):
-    """The operator's limit of n, named in the error."""
-    scene = serve(max_n=2)
-    error = error_of(scene.post({**BODY, "n": 3}), 400)
-    assert error["param"] == "n" and "at most 2" in error["message"]
-    assert len(scene.post({**BODY, "n": 2}).json()["choices"]) == 2
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------

@@ -203,7 +203,6 @@ def test_prompt_too_long(scene):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name"),
@@ -211,15 +210,12 @@ def test_prompt_too_long(scene):
         ({"n": True}, "n"),
         ({"verbosity": "low"}, "verbosity"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"return_token_ids": True, "stream": True}, "return_token_ids"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
         ({"temprature": 0.5}, "temprature"),
         ({"lora_path": "mine"}, "lora_path"),
-        ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
 def test_bad_requests_name_the_field(scene, fields, param):

@@ -134,9 +134,7 @@ def named(schema, **more):
     [
         (named({"not": {}}), "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
         ({"regex": "["}, "regex"),
-        ({"json_schema": "{"}, "json_schema"),
         ({"json_schema": "{}", "regex": "a"}, "regex"),
         ({"json_schema": "{}", **named({})}, "json_schema"),
         ({"regex": "a+", "stop": ["aa"]}, "stop"),
@@ -217,6 +215,7 @@ def test_a_named_function(client, fields):
         tools=functions,
         tool_choice={"type": "function", "name": name},
         temperature=0,
+        max_output_tokens=60,
     )
     assert response.status == "incomplete" or [item.name for item in response.output] == [name]
     assert all(item.type == "function_call" for item in response.output)
@@ -233,7 +232,6 @@ def test_a_schema_is_not_reasoning(client, fields):
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"regex": "a"}, "regex"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
     ],

@@ -219,14 +219,12 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "integer"}}}]},
             "tools[0].function.parameters.type",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ],
 )

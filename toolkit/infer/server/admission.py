@@ -109,11 +109,13 @@ class LifeCycle:
 
         Answers that are written do not hold it up: their clients get some seconds to read them (uvicorn's shutdown).
         """
-        if self._drain_until is None or not self._warm or not self._engine.open:
+        warming = bool(self._settings.warm_up_ids) and not self._warm
+        answers = self._engine.open - warming  # the warm-up is no answer to wait for
+        if self._drain_until is None or answers <= 0:
             return True
         if time.monotonic() < self._drain_until:
             return False
-        logger.warning("%d requests did not end in time; their answers are cut", self._engine.open)
+        logger.warning("%d answers did not end in time and are cut", answers)
         self._engine.cut_all("shutdown")
         return True
 

@@ -138,19 +138,19 @@ class Completions:
         if not finished:
             return Response(status_code=CLIENT_CLOSED)
         cut_by = answers[0].ticket.cut_by
-        if cut_by is not None and not any(one.answer.n_tokens for one in answers):
+        if cut_by is not None and not any(writing.answer.n_tokens for writing in answers):
             raise deadline.error(cut_by)
         if body.token_limit == 0:  # the engine writes one token; the reply has the prompt alone
-            for one in answers:
-                one.answer.drop()
+            for writing in answers:
+                writing.answer.drop()
             pieces = [[] for _ in answers]
         choices = []
-        for index, one in enumerate(_best(answers, body)):
-            echoed = [Piece("content", self._echoed(body, one))] if isinstance(body, CompletionRequest) else []
-            logprobs = self._logprobs(body, one, one.answer.take_logprobs())
-            choice = form.choice(index, [*echoed, *pieces[one.index]], str(one.finish_reason), logprobs)
-            choice |= one.token_ids if body.return_token_ids else {}
-            choices.append(choice | (one.acceptance if body.return_acceptance else {}))
+        for index, writing in enumerate(_best(answers, body)):
+            echoed = [Piece("content", self._echoed(body, writing))] if isinstance(body, CompletionRequest) else []
+            logprobs = self._logprobs(body, writing, writing.answer.take_logprobs())
+            choice = form.choice(index, [*echoed, *pieces[writing.index]], str(writing.finish_reason), logprobs)
+            choice |= writing.token_ids if body.return_token_ids else {}
+            choices.append(choice | (writing.acceptance if body.return_acceptance else {}))
         return JSONResponse(form.whole(choices, self._usage(answers, body.answers)))
 
     async def _submit(
@@ -211,43 +211,43 @@ class Completions:
     async def _whole(self, answers: Sequence[Writing]) -> list[list[Piece]]:
         """All pieces of each answer."""
 
-        async def whole(one: Writing) -> list[Piece]:
-            return [piece async for pieces in self._pieces(one) for piece in pieces]
+        async def whole(writing: Writing) -> list[Piece]:
+            return [piece async for pieces in self._pieces(writing) for piece in pieces]
 
         return await asyncio.gather(*map(whole, answers))
 
-    async def _pieces(self, one: Writing) -> AsyncIterator[list[Piece]]:
+    async def _pieces(self, writing: Writing) -> AsyncIterator[list[Piece]]:
         """Yield the new pieces after each engine step until the answer ends, and give its place back."""
         try:
-            async for update in one.ticket.updates():
-                pieces = one.read(update)
+            async for update in writing.ticket.updates():
+                pieces = writing.read(update)
                 if pieces:
                     yield pieces
-                if one.finish_reason is not None:
+                if writing.finish_reason is not None:
                     return
         finally:
-            self.engine.abort(one.ticket)  # here, as the client may take long to read the reply
+            self.engine.abort(writing.ticket)  # here, as the client may take long to read the reply
 
     def _end(self, answers: Sequence[Writing]) -> None:
         """Abort the answers that still run; count and log each answer."""
-        for one in answers:
-            self.engine.abort(one.ticket)
-            self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
-            self._log(one)
+        for writing in answers:
+            self.engine.abort(writing.ticket)
+            self.metrics.record(writing.ticket.request, writing.answer, time.perf_counter())
+            self._log(writing)
 
     async def _events(self, answers: Sequence[Writing], form: Form, body: GenerationFields) -> AsyncIterator[str]:
-        for one in answers:
-            for event in form.first(one.index):
+        for writing in answers:
+            for event in form.first(writing.index):
                 yield event
         try:
-            async for one, pieces, entries in self._merged(answers):
-                logprobs = self._logprobs(body, one, entries)
+            async for writing, pieces, entries in self._merged(answers):
+                logprobs = self._logprobs(body, writing, entries)
                 for piece in pieces or ():
-                    yield form.piece(one.index, piece, logprobs)
+                    yield form.piece(writing.index, piece, logprobs)
                     logprobs = None  # they go with the step's first piece
                 if pieces is None:
-                    extra = one.acceptance if body.return_acceptance else {}
-                    for event in form.ended(one.index, str(one.finish_reason), logprobs, extra):
+                    extra = writing.acceptance if body.return_acceptance else {}
+                    for event in form.ended(writing.index, str(writing.finish_reason), logprobs, extra):
                         yield event
         except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
             yield form.failed(failure(error).body)
@@ -265,15 +265,15 @@ class Completions:
         """Yield (answer, new pieces, log-probabilities) of all answers as they arrive. None: the answer ended."""
         ready: asyncio.Queue[tuple[Writing, list[Piece] | None, list[TokenLogprob]] | Exception] = asyncio.Queue()
 
-        async def follow(one: Writing) -> None:
+        async def follow(writing: Writing) -> None:
             try:
-                async for pieces in self._pieces(one):
-                    ready.put_nowait((one, pieces, one.answer.take_logprobs()))
-                ready.put_nowait((one, None, one.answer.take_logprobs()))
+                async for pieces in self._pieces(writing):
+                    ready.put_nowait((writing, pieces, writing.answer.take_logprobs()))
+                ready.put_nowait((writing, None, writing.answer.take_logprobs()))
             except Exception as error:  # whatever it is: without it the stream would wait for ever
                 ready.put_nowait(error)
 
-        tasks = [asyncio.create_task(follow(one)) for one in answers]
+        tasks = [asyncio.create_task(follow(writing)) for writing in answers]
         try:
             left = len(tasks)
             while left:
@@ -286,22 +286,24 @@ class Completions:
             for task in tasks:
                 task.cancel()
 
-    def _logprobs(self, body: GenerationFields, one: Writing, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, body: GenerationFields, writing: Writing, entries: Sequence[TokenLogprob]
+    ) -> dict[str, Any] | None:
         if body.n_logprobs is None:
             return None
         if not isinstance(body, CompletionRequest):
             return self._logprob_form.content(entries) if entries else None
-        request = one.ticket.request
+        request = writing.ticket.request
         prompt = [TokenLogprob(request.prompt_ids[0], 0.0, ()), *request.prompt_logprobs] if body.echo else []
         if not (entries or prompt):
             return None
-        logprobs = self._logprob_form.completion(entries, prompt, one.sent_characters)
-        one.sent_characters += sum(map(len, logprobs["tokens"]))
+        logprobs = self._logprob_form.completion(entries, prompt, writing.sent_characters)
+        writing.sent_characters += sum(map(len, logprobs["tokens"]))
         return logprobs
 
-    def _echoed(self, body: CompletionRequest, one: Writing) -> str:
+    def _echoed(self, body: CompletionRequest, writing: Writing) -> str:
         """The prompt's text, if the reply begins with it."""
-        prompt = body.prompts[one.index // body.answers]
+        prompt = body.prompts[writing.index // body.answers]
         return "" if not body.echo else prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
 
     def _usage(self, answers: Sequence[Writing], each: int = 1) -> dict[str, Any]:
@@ -310,22 +312,24 @@ class Completions:
         shape = self.served.shape_name if request.speculative else None
         if shape is not None and request.shape is not None:
             shape = f"{request.shape.name} ({request.shape.as_text()})"
-        prompts = [one.ticket.request for one in answers[::each]]
-        tokens, cached = sum(len(one.prompt_ids) for one in prompts), sum(one.cached_tokens for one in prompts)
-        used = usage(tokens, [(one.answer, list(one.ticket.request.events)) for one in answers], shape, cached)
-        used["completion_tokens_details"]["reasoning_tokens"] = sum(one.reasoning_tokens for one in answers)
+        prompts = [writing.ticket.request for writing in answers[::each]]
+        tokens, cached = sum(len(asked.prompt_ids) for asked in prompts), sum(asked.cached_tokens for asked in prompts)
+        used = usage(
+            tokens, [(writing.answer, list(writing.ticket.request.events)) for writing in answers], shape, cached
+        )
+        used["completion_tokens_details"]["reasoning_tokens"] = sum(writing.reasoning_tokens for writing in answers)
         return used
 
-    def _log(self, one: Writing) -> None:
-        used = self._usage([one])
+    def _log(self, writing: Writing) -> None:
+        used = self._usage([writing])
         speculative = used.get("speculative") or {}
         length = speculative.get("accept_length")
         logger.info(
             "%d prompt + %d answer tokens, %s, %.2f s%s",
             used["prompt_tokens"],
             used["completion_tokens"],
-            one.answer.finish_reason or "aborted",
-            time.perf_counter() - one.ticket.request.submitted_at,
+            writing.answer.finish_reason or "aborted",
+            time.perf_counter() - writing.ticket.request.submitted_at,
             f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
         )
 
@@ -335,4 +339,6 @@ def _best(answers: Sequence[Writing], body: GenerationFields) -> list[Writing]:
     if body.answers == body.n:
         return list(answers)
     groups = (answers[at : at + body.answers] for at in range(0, len(answers), body.answers))
-    return [one for group in groups for one in sorted(group, key=lambda one: -one.mean_logprob)[: body.n]]
+    return [
+        writing for group in groups for writing in sorted(group, key=lambda writing: -writing.mean_logprob)[: body.n]
+    ]
