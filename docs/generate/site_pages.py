@@ -31,8 +31,8 @@ def metrics() -> str:
     rows = []
     for name, one in SERIES.items():
         label = f"{{{one.label}}}" if one.label else ""
-        rows.append((code(f"{PREFIX}{name}{label}"), one.kind, plain(one.text), ", ".join(map(code, one.like.split()))))
-    return table(("metric", "kind", "meaning", "equivalent"), rows)
+        rows.append((code(f"{PREFIX}{name}{label}"), one.kind, plain(one.text)))
+    return table(("metric", "kind", "meaning"), rows)
 
 
 PAGES = {"commands.md": commands.page, "recipe.md": recipe.page}

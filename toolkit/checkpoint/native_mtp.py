@@ -1,8 +1,7 @@
 """MTP modules in their target's own checkpoint: read as draft heads, and written into a copy of the target.
 
-<<<<<<< HEAD
-`native_families.py` says how each family names the module's parts and what they compute; reading and writing use that
-table alone. The decoder layer is the family's own class in transformers (`heads/family_layers.py`). Every tensor under
+`heads/families.py` says how each family names the module's parts and what they compute; reading and writing use that
+table alone. The decoder layer is the family's own class in transformers (`heads/families.py`). Every tensor under
 the module's names is used, or must equal the target's (embedding, output matrix); others are errors. A copy keeps the
 bytes of all other tensors, so that engines that serve the family's modules need no other file:
 
@@ -10,11 +9,6 @@ bytes of all other tensors, so that engines that serve the family's modules need
     copy/model-*.safetensors          files without the module are copied; with it, they are written again
     copy/model-mtp.safetensors        the module, if the target had none
     copy/stitched.json                what was written, and the sha256 of every weights file
-=======
-`native_families.py` says how each family names the module's parts and what they compute. The decoder layer is the
-family's own class in transformers (`heads/families.py`). Every tensor under the module's names is used, or must
-equal the target's (embedding, output matrix); others are errors.
->>>>>>> wdraft
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from toolkit.data.batches import Batch, on_device, supervised_mask
 from toolkit.data.feature_store import FeatureStore
 from toolkit.heads.draft_head import Project
-from toolkit.infer.attention.fused_layer import FusedLayers
-from toolkit.infer.attention.fused_norms import fuse_norms
+from toolkit.infer.attention.fused_layer import FusedLayers, fuse_norms
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.features import AuxCapture, Capture, LastCapture, TargetFeatures, target_features
 from toolkit.targets.target import Target

@@ -12,11 +12,12 @@ from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.params import CompileError
-from toolkit.infer.request.params import DraftShapeError
-from toolkit.infer.request.params import EngineError
-from toolkit.infer.request.params import UnsupportedTargetError
+from toolkit.infer.request.params import (
+    CompileError,
+    DraftShapeError,
+    SamplingParams,
+    UnsupportedTargetError,
+)
 
 FAMILIES = {
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
@@ -76,13 +77,8 @@ def test_little_memory(target, reference):
     a head's chain, alone and with lookup, and n-gram lookup. A preempted request finds its prefix again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
-<<<<<<< HEAD
     for draft, lookup in ((build_head(target), None), (build_head(target), True), (NgramLookup(), None)):
         room = 176 if lookup is None else 304  # the head may fall behind lookup by some positions
-=======
-    for draft, lookup in ((build_head(target), None), (build_head(target), Lookup()), (NgramLookup(), None)):
-        room = 208 if lookup is None else 304  # the head may fall behind lookup by some positions
->>>>>>> wcache
         memory = MemorySettings(room, chunked_prefill_size=7)
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)

@@ -32,7 +32,6 @@ from toolkit.infer.drafters.lookup import (
     with_chains,
 )
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree, root_only
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, summarise
@@ -178,8 +177,8 @@ def test_repetition_is_drafted(small_target):
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     prompts = [[3, 9, 4, 17, 8, 3, 9, 4, 17, 8, 3, 9], [5, 6]]
     engine = Engine(
-        target, NgramLookup(), DraftShape.chain(6), max_running_requests=2, memory=MemorySettings(scattered_pages=True),
-        graphs=GraphSettings(2, lambda run: run),  # its rounds need the host, so none is recorded
+        target, NgramLookup(), DraftShape.chain(6), max_running_requests=2,
+        capture=lambda run: run,  # its rounds need the host, so none is recorded
     )  # fmt: skip
     plain = engine.generate(prompts, params, speculative=False)
     got = engine.generate(prompts, params)

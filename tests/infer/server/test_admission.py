@@ -1,4 +1,4 @@
-"""How requests are let in: their places in the queue, their deadline and the size of their text, before any work."""
+"""Who may ask a server, how much, and how long: every limit answers with its status, and frees what it refused."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import random
+import logging
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import openai
 import pytest
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.commands.server_arguments import HOSTS, add_server_arguments, server_settings
-from toolkit.infer.server.admission import PromptLimit
-from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.server_settings import ServerSettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.server.completions import Served
+from toolkit.infer.server.request_params import DefaultSampling
+from toolkit.infer.server.server_settings import ServerSettings, ServerSettingsError, read_api_keys
 
 BODY = {"model": NAME, "messages": USER}
+SECRET, OTHER = "sk-secret-one", "sk-secret-two"
 
 
 def with_long_events(scene):
@@ -41,15 +42,14 @@ def unread_stream(scene, answer=None, **fields):
     words, quick = scene.ids(" apples") * 12_000 if answer is None else answer, scene.engine.script
     scene.engine.script = lambda prompt: words if len(prompt) == 1 else quick(prompt)
     body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True, **fields})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    host, port = scene.url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(20)
-        client.connect((host, int(port)))
+        client.connect(scene.address)
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         assert client.recv(12) == b"HTTP/1.1 200"
-        yield
+        yield client
 
 
 @pytest.fixture
@@ -61,6 +61,8 @@ def serve(scripted, tiny_target, running):
             scene = Scripted(scripted, tiny_target.tokenizer)
             scene.engine.context_length, scene.engine.max_running_requests = context_length, rows
             scene.url = stack.enter_context(running(with_long_events(scene), ServerSettings(**settings)))
+            host, port = scene.url.removeprefix("http://").split(":")
+            scene.address = host, int(port)
             return scene
 
         yield start
@@ -97,6 +99,17 @@ def held(monkeypatch):
         allow.set()
 
 
+def error_of(response, status):
+    error = response.json()["error"]
+    assert response.status_code == status and set(error) == {"message", "type", "param", "code"}, response.text
+    return error
+
+
+def idle(engine):
+    until(lambda: not engine.has_work())
+    return True
+
+
 def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -104,14 +117,15 @@ def until(condition, seconds=20.0):
         time.sleep(0.01)
 
 
-def test_a_slow_reader_does_not_fill_the_queue(serve):
-    """Its answer is written: an idle engine must not send others away until it is read."""
+def test_a_slow_reader(serve):
+    """A client that does not read its stream keeps no row and no place in the queue, and gets its whole answer."""
     scene = serve(rows=1, context_length=20_000, max_queued_requests=0)
-    with unread_stream(scene):
+    with unread_stream(scene) as client:
         until(lambda: scene.engine.running)
         until(lambda: not scene.engine.has_work(), 40)
-        time.sleep(0.1)
-        assert scene.post(BODY).status_code == 200
+        until(lambda: scene.post(BODY).status_code == 200)
+        received = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    assert received.count(" apples") >= 12_000 // len(scene.ids(" apples")) and "[DONE]" in received
 
 
 def test_a_stop_string_frees_the_row_of_a_slow_reader(serve):
@@ -139,10 +153,12 @@ def test_the_answers_of_a_request_take_their_places_together(serve, background):
         first = background(scene.post, {**BODY, "n": 4})
         until(lambda: scene.engine.waiting)
         refused = scene.post({**BODY, "n": 4, "timeout": 5})
-        assert refused.status_code == 429 and "4 answers would wait" in refused.json()["error"]["message"]
+        assert error_of(refused, 429)["code"] == "queue_full" and refused.headers["retry-after"] == "1"
     finally:
         scene.engine.allow.set()
     assert len(first.result(20).json()["choices"]) == 4
+    error = error_of(serve(max_n=2).post({**BODY, "n": 3}), 400)
+    assert error["param"] == "n" and "at most 2" in error["message"]
 
 
 def test_places_are_kept_while_a_prompt_is_tokenised(serve, background, held):
@@ -150,21 +166,17 @@ def test_places_are_kept_while_a_prompt_is_tokenised(serve, background, held):
     scene = serve(rows=1, max_queued_requests=0)
     waiting, allow = held(scene)
     long = {"model": NAME, "prompt": "a" * 60_000}
-    scene.engine.context_length = 512
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptLimit, "check", lambda *_: None)
-        first = background(scene.post, long, "/v1/completions")
-        assert waiting.wait(10)
-        assert scene.post(BODY).status_code == 429
-        allow.set()
-        assert first.result(20).json()["error"]["code"] == "context_length_exceeded"
+    first = background(scene.post, long, "/v1/completions")
+    assert waiting.wait(10)
+    assert scene.post(BODY).status_code == 429
+    allow.set()
+    assert first.result(20).json()["error"]["code"] == "context_length_exceeded"
     assert scene.post(BODY).status_code == 200
 
 
-def test_a_deadline_begins_when_the_request_arrives(serve, held, monkeypatch):
+def test_a_deadline_begins_when_the_request_arrives(serve, held):
     """Tokenising a long prompt, or compiling a grammar, is part of what a client waits for."""
     scene = serve(context_length=200_000)
-    monkeypatch.setattr(PromptLimit, "check", lambda *_: None)
     waiting, _ = held(scene)
     began = time.monotonic()
     reply = scene.post({"model": NAME, "prompt": "a" * 60_000, "timeout": 0.3}, "/v1/completions")
@@ -181,78 +193,6 @@ def test_a_deadline_holds_for_every_prompt_of_a_list(serve):
     choices = scene.post(body, "/v1/completions").json()["choices"]
     assert [one["finish_reason"] for one in choices] == ["stop", "abort", "abort"] and choices[1]["text"]
     until(lambda: not scene.engine.has_work())
-
-
-# -- the size of a text ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bytewise():
-    """bytewise(normalizer): a byte-level tokenizer of 400 tokens."""
-
-    def build(normalizer=None, alphabet=True):
-        tokenizer = Tokenizer(BPE())
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        if normalizer is not None:
-            tokenizer.normalizer = normalizer
-        known = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
-        texts = ["the quick brown fox jumps over the lazy dog    " * 3, "漢字とかな ångström é"]
-        tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=400, initial_alphabet=known, show_progress=False))
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-    return build
-
-
-@pytest.mark.parametrize("form", [None, "NFC"])
-def test_no_text_that_fits_is_refused_by_its_size(bytewise, form):
-    """The bound holds for any text: a refused one has more tokens than the context."""
-    tokenizer = bytewise(None if form is None else normalizers.NFC())
-    chance, words = (
-        random.Random(1),
-        ["the", " quick brown fox", "    ", "漢字とかな", "é", "\u212b", "ι\u0308\u0301", "\0"],
-    )
-    refused = 0
-    for context in (4, 16):
-        limit = PromptLimit(tokenizer, context)
-        for length in range(1, 200, 3):
-            text = "".join(chance.choice(words[: 1 + length % len(words)]) for _ in range(length))
-            try:
-                limit.check(text, None, "prompt")
-            except ApiError as error:
-                refused += 1
-                tokens = len(tokenizer(text)["input_ids"])
-                assert tokens > context and error.code == "context_length_exceeded", text
-                assert int(str(error).partition("at least ")[2].split()[0]) <= tokens
-    assert refused > 20
-
-
-def test_tokenizers_without_a_bound(bytewise, small_target):
-    """One that drops characters, or has one token for any word, may fit any text into a context."""
-    for tokenizer in (small_target.tokenizer, bytewise(alphabet=False), bytewise(normalizers.Strip()), object()):
-        limit = PromptLimit(tokenizer, 4)
-        assert limit.most_bytes is None
-        limit.check("x" * 10_000, None, "prompt")
-
-
-def test_a_text_beyond_any_context_is_not_tokenised(serve, monkeypatch):
-    """Seconds of work for a prompt that is refused anyway, on every way in."""
-    scene, seen = serve(), []
-    assert PromptLimit(scene.tokenizer, 512).most_bytes is not None
-    tokenise = type(scene.tokenizer).__call__
-    monkeypatch.setattr(
-        type(scene.tokenizer), "__call__", lambda self, text, **more: (seen.append(len(text)), tokenise(self, text))[1]
-    )
-    text = "apples " * 40_000
-    prompt, chat = {"prompt": text}, {"messages": [{"role": "user", "content": text}]}
-    for path, body, param in (
-        ("/v1/chat/completions", chat, "messages"), ("/v1/completions", prompt, "prompt"),
-        ("/tokenize", chat, "messages"), ("/tokenize", prompt, "prompt"),
-    ):  # fmt: skip
-        reply = scene.post({"model": NAME, **body}, path)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-        assert "at least" in error["message"]
-    assert not [size for size in seen if size > 100_000]
 
 
 # -- by which name -----------------------------------------------------------------------------------------------------
@@ -286,3 +226,245 @@ def test_settings_of_the_command_line(tmp_path, monkeypatch):
     assert settings().allowed_hosts == settings("--host", "localhost").allowed_hosts == HOSTS
     assert settings("--host", "0.0.0.0").allowed_hosts == settings("--api-key-file", str(keys)).allowed_hosts == ()
     assert settings("--body-timeout", "5").body_timeout_s == 5
+
+
+# -- who ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_key_of_the_server_opens_it(serve):
+    """A missing, wrong, or half key is a 401; probes need none; every key of the file works."""
+    scene = serve(api_keys=(SECRET, OTHER))
+    for header in (None, "Bearer", f"Bearer {SECRET[:-1]}", f"Bearer {SECRET}x", f"Basic {SECRET}", SECRET):
+        headers = {} if header is None else {"Authorization": header}
+        for refused in (
+            httpx.post(f"{scene.url}/v1/chat/completions", json=BODY, headers=headers),
+            httpx.get(f"{scene.url}/metrics", headers=headers),
+            httpx.get(f"{scene.url}/openapi.json", headers=headers),
+        ):
+            assert error_of(refused, 401)["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer" and SECRET not in refused.text
+    assert [httpx.get(f"{scene.url}{path}").status_code for path in ("/health", "/ready")] == [200, 200]
+    for key in (SECRET, OTHER):
+        client = openai.OpenAI(base_url=f"{scene.url}/v1", api_key=key, max_retries=0, timeout=20)
+        assert client.chat.completions.create(**BODY).choices[0].message.content == scene.text
+
+
+def test_a_browser_gets_in_with_the_key_as_password(serve):
+    """It cannot send a bearer token; it asks its user when it is told to."""
+    scene = serve(api_keys=(SECRET,))
+    page = {"Accept": "text/html,*/*"}
+    refused = httpx.get(f"{scene.url}/metrics", headers=page)
+    assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Basic realm=")
+    for password, status in ((SECRET, 200), (OTHER, 401), ("", 401)):
+        assert httpx.get(f"{scene.url}/metrics", headers=page, auth=("me", password)).status_code == status
+    assert httpx.get(f"{scene.url}/metrics", headers={**page, "Authorization": "Basic x"}).status_code == 401
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    """The file wins; the variable is gone afterwards, so that no child process has it; nothing prints a key."""
+    path = tmp_path / "keys"
+    path.write_text(f"{SECRET}\n\n  {OTHER}  \n")
+    monkeypatch.setenv("TOOLKIT_API_KEY", "sk-third")
+    assert read_api_keys(path) == (SECRET, OTHER) and read_api_keys(None) == ()
+    monkeypatch.setenv("TOOLKIT_API_KEY", "sk-third")
+    assert read_api_keys(None) == ("sk-third",)
+    assert SECRET not in repr(ServerSettings(api_keys=(SECRET,)))
+    for text, says in (("", "no API key"), ("\n", "no API key"), ("two words", "space"), ("schlüssel", "ASCII")):
+        path.write_text(text)
+        with pytest.raises(ServerSettingsError, match=says):
+            read_api_keys(path)
+    monkeypatch.setenv("TOOLKIT_API_KEY", " ")
+    with pytest.raises(ServerSettingsError, match="no API key"):
+        read_api_keys(None)
+
+
+def test_no_other_web_page_may_read_answers(serve):
+    """A browser blocks what has no CORS header; only named origins get one, and ask without a key."""
+    asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    for settings, allowed in (({}, None), ({"allowed_origins": ("https://page.example",)}, "https://page.example")):
+        scene = serve(api_keys=(SECRET,), **settings)
+        before = httpx.options(f"{scene.url}/v1/chat/completions", headers=asks)
+        headers = {"Origin": "https://page.example", "Authorization": f"Bearer {SECRET}"}
+        after = httpx.get(f"{scene.url}/v1/models", headers=headers)
+        for reply in (before, after):
+            assert reply.headers.get("access-control-allow-origin") == allowed
+        assert before.status_code == (200 if allowed else 401)
+
+
+def test_logs_hold_no_prompts_and_no_keys(serve, caplog, monkeypatch):
+    """Answers, refusals, failures of the engine and broken bodies: none of what users send is logged."""
+    scene = serve(api_keys=(SECRET,))
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.DEBUG)
+    ask = {"model": NAME, "messages": [{"role": "user", "content": "my diagnosis"}], "user": "diagnosed"}
+    with httpx.Client(base_url=scene.url, headers={"Authorization": f"Bearer {SECRET}"}) as client:
+        path = "/v1/chat/completions"
+        assert client.post(path, json=ask).status_code == 200
+        assert client.post(path, json={**ask, "temprature": "diagnosis"}).status_code == 400
+        assert client.post(path, content=json.dumps(ask)[:-9].encode()).status_code == 400
+        scene.engine.fail_next_step = RuntimeError("out of pages")
+        assert client.post(path, json=ask).status_code == 500
+    logged = [
+        record.getMessage() + str(record.exc_info) for record in caplog.records if not record.name.startswith("http")
+    ]
+    assert any("out of pages" in line for line in logged)
+    assert not [line for line in logged if "diagnos" in line or SECRET in line]
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_beyond_the_limit(serve):
+    """50 MB without its size in the head: a 413 that the client gets to read, and no memory for it."""
+    scene = serve(max_body_bytes=100_000)
+    large = b"x" * 50_000_000
+    content = (large[start : start + 10**6] for start in range(0, len(large), 10**6))
+    reply = httpx.post(f"{scene.url}/v1/chat/completions", content=content, timeout=20)
+    error = error_of(reply, 413)
+    assert error["code"] == "request_too_large" and "100000" in error["message"]
+    assert scene.ask().choices[0].message.content == scene.text
+
+
+def test_half_a_body_is_a_408_and_takes_no_row(serve):
+    """The engine hears of a request when it is complete; others are answered meanwhile."""
+    scene = serve(body_timeout_s=0.3)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
+    with socket.create_connection(scene.address, timeout=10) as client:
+        client.sendall(f'{head}{{"model": "tiny", '.encode())
+        assert scene.ask().choices[0].message.content == scene.text
+        reply = b"".join(iter(lambda: client.recv(4096), b""))
+    assert reply.startswith(b"HTTP/1.1 408") and b"request_incomplete" in reply and b"18 bytes" in reply
+
+
+def test_a_client_that_goes_away_within_its_body(serve):
+    """No error in the log, and nothing left behind."""
+    scene = serve()
+    for _ in range(3):
+        with socket.create_connection(scene.address, timeout=10) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+    assert scene.ask().choices[0].message.content == scene.text
+
+
+def test_bodies_that_no_parser_takes(serve):
+    """Invalid UTF-8 and JSON of 100,000 levels are a 400, not a broken prompt or a crash."""
+    scene = serve()
+    for content in (json.dumps(BODY).encode().replace(b"count", b"c\xf6unt"), b"[" * 100_000):
+        headers = {"Content-Type": "application/json"}
+        error_of(httpx.post(f"{scene.url}/v1/chat/completions", content=content, headers=headers), 400)
+
+
+def test_prompts_at_the_end_of_the_context(tiny_target, tiny_draft, running):
+    """One token less than the context is answered by the one token that fits, and it is the target's; the whole context
+    and one more are a 400 with both numbers. The last positions of a row, where drafts would not fit, are used."""
+    engine = Engine(tiny_target, tiny_draft, DraftShape.chain(4), max_running_requests=2, context_length=48)
+    plain = Engine(tiny_target, context_length=48)
+    ids = [5 + at % 200 for at in range(49)]
+    served = Served(NAME, tiny_target.tokenizer, engine, 48, "fp_x", "chain 4", DefaultSampling())
+    with running(served) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(prompt, **more):
+            body = {"model": NAME, "prompt": prompt, "temperature": 0, "return_token_ids": True, **more}
+            return client.post("/v1/completions", json=body)
+
+        for length, most in ((47, 1), (44, 4), (40, 8)):
+            choice = ask(ids[:length], max_tokens=most, ignore_eos=True).json()["choices"][0]
+            wanted = plain.generate([ids[:length]], SamplingParams(max_tokens=most, ignore_eos=True))[0]
+            assert (choice["token_ids"], choice["finish_reason"]) == (wanted.output_ids, "length")
+        for length, most in ((47, 2), (48, 1), (49, 1)):
+            error = error_of(ask(ids[:length], max_tokens=most), 400)
+            assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+            assert f"context is 48 tokens, but the prompt has {length}" in error["message"]
+    engine.check_integrity()
+    engine.close()
+    plain.close()
+
+
+def test_a_long_text_is_tokenised_beside_the_streams(serve, monkeypatch):
+    """In another thread: the loop of all streams would wait for it."""
+    scene, threads = serve(context_length=20_000), []
+    tokenise = type(scene.tokenizer).__call__
+
+    def noted(self, text, **named):
+        threads.append((len(text), threading.current_thread()))
+        return tokenise(self, text, **named)
+
+    monkeypatch.setattr(type(scene.tokenizer), "__call__", noted)
+    for words in (3, 20_000):  # fewer bytes than 20,000 of the longest tokens: not refused by its size
+        scene.post({"model": NAME, "prompt": "apples " * words}, "/v1/completions")
+    long = {"model": NAME, "messages": [{"role": "user", "content": "apples " * 20_000}]}
+    assert error_of(scene.post(long), 400)["code"] == "context_length_exceeded"
+    loop = next(thread for size, thread in threads if size == len("apples " * 3))
+    others = [thread for size, thread in threads if size > 100_000]
+    assert len(others) == 2 and loop not in others
+
+
+# -- how long ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stream", "by"), [(False, "request"), (True, "server")])
+def test_an_answer_is_cut_at_its_deadline(serve, stream, by):
+    """What was written until then is the answer, finish_reason says abort, and the engine is free."""
+    scene = serve(**({"request_timeout_s": 0.4} if by == "server" else {"request_timeout_s": 30}))
+    scene.text, scene.engine.run, scene.engine.step_seconds = "apples " * 400, 1, 0.01
+    more = {"max_tokens": 400, "extra_body": {"timeout": 0.4 if by == "request" else 20}}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in scene.ask(stream=True, **more)]
+        text, reason = "".join(one.delta.content or "" for one in chunks), chunks[-1].finish_reason
+    else:
+        choice = scene.ask(**more).choices[0]
+        text, reason = choice.message.content, choice.finish_reason
+    assert reason == "abort" and text and scene.text.startswith(text) and len(text) < len(scene.text)
+    assert idle(scene.engine) and len(scene.engine.aborted) == 1
+
+
+def test_a_deadline_before_the_first_token(serve):
+    """A step that hangs does not keep the client; the error says that asking again is no use. It is no 5xx if the
+    client itself gave so little time."""
+    scene = serve(request_timeout_s=0.3)
+    scene.engine.allow.clear()
+    try:
+        waiting = scene.post({**BODY, "timeout": 0.2, "n": 2})
+        streamed = scene.post({**BODY, "timeout": 0.2, "stream": True})
+        of_server = scene.post({**BODY, "timeout": 20})
+    finally:
+        scene.engine.allow.set()
+    assert error_of(waiting, 408)["code"] == "deadline_exceeded" and "0.2 s" in waiting.json()["error"]["message"]
+    assert waiting.headers["x-should-retry"] == of_server.headers["x-should-retry"] == "false"
+    assert "0.3 s" in error_of(of_server, 504)["message"]
+    assert streamed.status_code == 408 or '"finish_reason": "abort"' in streamed.text
+    assert idle(scene.engine) and scene.ask().choices[0].message.content == scene.text
+
+
+def test_clients_that_leave_the_queue(serve):
+    """Requests that never began are forgotten too."""
+    scene = serve()
+    scene.engine.allow.clear()
+    with httpx.Client(base_url=scene.url, timeout=httpx.Timeout(20, read=0.2)) as client:
+        for stream in (True, False) * 4:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json={**BODY, "stream": stream})
+    scene.engine.allow.set()
+    assert idle(scene.engine) and scene.ask().choices[0].message.content == scene.text
+
+
+def test_settings_out_of_range():
+    """Named by their flags."""
+    for settings, says in (
+        ({"max_n": 129}, "--max-n is 129"),
+        ({"watchdog_timeout_s": -1}, "--watchdog-timeout is -1"),
+        ({"drain_timeout_s": float("inf")}, "--drain-timeout is inf; a finite number"),
+    ):
+        with pytest.raises(ServerSettingsError, match=says):
+            ServerSettings(**settings)
+
+
+# -- requests that differ ----------------------------------------------------------------------------------------------
+
+
+def test_priority_and_verify_reach_the_engine(serve, monkeypatch):
+    """A field that is accepted must act."""
+    scene, seen = serve(), []
+    add = scene.engine.add_request
+    monkeypatch.setattr(scene.engine, "add_request", lambda *a, **named: (seen.append(named), add(*a, **named))[1])
+    assert scene.post({**BODY, "priority": -3, "verify": "target"}).status_code == 200
+    assert (seen[0]["verify"], seen[0]["priority"]) == ("target", -3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import signal
 import threading
@@ -12,10 +10,9 @@ import time
 import httpx
 import pytest
 
-from tests.infer.server.test_admission import unread_stream, with_long_events
 from tests.infer.server.test_app import NAME, USER, Scripted
+from toolkit.infer.server import admission
 from toolkit.infer.server import app as server_app
-from toolkit.infer.server import life_cycle
 from toolkit.infer.server.server_settings import ServerSettings
 
 BODY = {"model": NAME, "messages": USER}
@@ -118,14 +115,6 @@ def test_an_engine_that_cannot_take_its_first_step_ends_the_server(scripted, tin
     assert not ready
 
 
-def test_a_warm_up_prompt_that_the_engine_refuses_ends_the_server(start, caplog, monkeypatch):
-    """Any error of the first answers is told, not only a failed step: else it would be "warming up" for ever."""
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    served = start(lambda scene: setattr(scene.engine, "context_length", 2), warm_up_ids=WARM_UP)
-    assert served.ended() and not served.ready.is_set()
-    assert "the first answers failed" in caplog.text and "3 tokens, 2 fit" in caplog.text
-
-
 def test_draining(start):
     """After SIGTERM the answers that run come whole, new ones are sent away with a time, and the server ends."""
     served = start(drain_timeout_s=20)
@@ -199,43 +188,9 @@ def test_a_stuck_step(start, caplog, monkeypatch):
     assert "the engine goes on" in caplog.text
 
 
-def test_a_stuck_request(start, caplog, monkeypatch):
-    """A request whose taking hangs (its grammar, say) keeps all others, and the watchdog says where, too."""
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    served, allow = start(watchdog_timeout_s=0.2), threading.Event()
-    served.wait_for("ready")
-    add = served.scene.engine.add_request
-    served.scene.engine.add_request = lambda *prompt, **asked: (allow.wait(10), add(*prompt, **asked))[1]
-    hanging = in_background(lambda: served.scene.post(BODY))
-    try:
-        served.wait_for("the engine hangs in a step")
-        assert "allow.wait(10)" in caplog.text
-    finally:
-        allow.set()
-    assert hanging().status_code == 200
-    served.wait_for("ready")
-
-
-def test_a_slow_reader_does_not_hold_up_the_end(start):
-    """What is written gets the seconds of the shutdown, not the whole time to drain."""
-
-    def change(scene):
-        scene.engine.context_length = 20_000
-        long = with_long_events(scene)
-        scene.served = lambda: long
-
-    served = start(change, drain_timeout_s=600)
-    served.wait_for("ready")
-    with unread_stream(served.scene):
-        until(lambda: served.scene.engine.running)
-        until(lambda: not served.scene.engine.has_work(), 30)
-        served.signal()
-        assert served.ended()
-
-
 def test_the_end_with_a_step_that_hangs_on(start, monkeypatch):
     """The process is gone soon after its time to drain: who sent the signal kills it otherwise."""
-    monkeypatch.setattr(life_cycle, "CLOSE_S", 0.3)
+    monkeypatch.setattr(admission, "CLOSE_S", 0.3)
     served = start(drain_timeout_s=0.2)
     served.wait_for("ready")
     served.scene.engine.allow.clear()
@@ -243,33 +198,3 @@ def test_the_end_with_a_step_that_hangs_on(start, monkeypatch):
     until(lambda: served.scene.engine.waiting)
     served.signal()
     assert served.ended(5) and hanging().status_code == 503
-
-
-def test_draining_with_a_stuck_step(start):
-    """A hanging engine must not keep the process: its requests are cut, and the server ends."""
-    served = start(drain_timeout_s=0.2, watchdog_timeout_s=0.2)
-    served.wait_for("ready")
-    served.scene.engine.allow.clear()
-    hanging = in_background(lambda: served.scene.post(BODY))
-    until(lambda: served.scene.engine.waiting)
-    served.signal()
-    assert hanging().status_code == 503
-    served.scene.engine.allow.set()  # the engine's thread is waited for as long as a step may take
-    assert served.ended()
-
-
-def test_threads_do_not_pile_up(start):
-    """One engine, one watchdog; whatever the clients do."""
-    served = start()
-    served.wait_for("ready")
-    before = threading.active_count()
-
-    async def many():
-        async with httpx.AsyncClient(base_url=served.scene.url, timeout=20) as client:
-            posts = [client.post("/v1/chat/completions", json={**BODY, "stream": bool(n % 2)}) for n in range(40)]
-            for post in asyncio.as_completed(posts):
-                with contextlib.suppress(httpx.HTTPError):
-                    assert (await post).status_code == 200
-
-    asyncio.run(many())
-    assert threading.active_count() <= before

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from toolkit.infer.request.chat_prompt import ChatMessageError, chat_text, strict_message
-from toolkit.infer.server.openai_protocol import ChatMessage
+from toolkit.infer.server.protocol import ChatMessage
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,9 @@ from toolkit.infer.server.openai_protocol import ChatMessage
             {"role": "user", "content": "ab"},
         ),
         ({"role": "user"}, None),
-        ({"content": "hi"}, None),
-        ({"role": "user", "content": None}, None),
-        ({"role": "user", "content": 3}, None),
-        ({"role": "tool", "content": "x"}, None),
         ({"role": "user", "content": "x", "name": "Bob"}, None),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, None),
-        ({"role": "user", "content": "x", "weight": 1}, None),
-        ({"role": "user", "content": "\ud800"}, None),
         ({"role": "user", "content": [{"type": "text", "text": "\ud800"}]}, None),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None),
-        ({"role": "user", "content": ["a"]}, None),
     ],
 )
 def test_both_readers_agree(message, wanted):

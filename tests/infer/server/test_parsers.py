@@ -163,12 +163,10 @@ def test_a_forced_list():
 @pytest.mark.parametrize(
     ("family", "text"),
     [
-        ("hermes", "a < b and <tool"),
         ("hermes", "see:\n<tool_call>\n{broken"),
         ("hermes", 'x <tool_call>{"name": "unknown", "arguments": {}}</tool_call> y'),
         ("hermes", '<tool_call>{"name": "a\\qb", "arguments": {}}'),
         ("llama3-json", '{"answer": 3, "name": "add "} more'),
-        ("llama3-json", '{"name": "add", "parameters"'),
         ("llama3-json", "  \n"),
         ("mistral", "[TOOL_CALLS] add and more"),
         ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
@@ -204,7 +202,6 @@ def test_an_answer_cut_within_a_call():
     [
         ("<think>\nhm </thin\n</think>\n\nYes.", "", [reasoning("hm </thin"), content("Yes.")]),
         ("hm\n</think>\n\nYes.", "<think>\n", [reasoning("hm"), content("Yes.")]),
-        ("<think>hm</think>Yes.", "<think>\n", [reasoning("hm"), content("Yes.")]),
         ("hm, cut ", "<think>\n", [reasoning("hm, cut ")]),
         ("Yes <think> no.", "", [content("Yes <think> no.")]),
         ("Yes.", "<think>\n\n</think>\n\n", [content("Yes.")]),

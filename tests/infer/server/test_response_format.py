@@ -1,7 +1,8 @@
-"""Structured output over HTTP: the client's `.parse`, raw schemas and regular expressions, with a real engine."""
+"""Answers of a given form, with a real engine: `.parse` of the client, schemas, regular expressions, forced calls."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -16,7 +17,11 @@ from pydantic import BaseModel, Field
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request import grammar
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.server.answer_parser import Parsers
+from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.completions import Served
+from toolkit.infer.server.prompts import Prompts
+from toolkit.infer.server.protocol import ChatRequest
 from toolkit.infer.server.request_params import DefaultSampling
 
 USER = [{"role": "user", "content": "count apples"}]
@@ -43,12 +48,37 @@ class Report(BaseModel):
     done: bool
 
 
+class Pack(BaseModel):
+    """With a nested model: its schema has $defs and $ref."""
+
+    parts: list[Part] = Field(min_length=1, max_length=2)
+
+
+class Stop(BaseModel):
+    now: bool
+
+
+MODELS = {"pack": Pack, "stop": Stop}
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}:"
+
+
 @pytest.fixture(scope="module")
 def url(tiny_target, tiny_draft, running):
     engine = Engine(tiny_target, tiny_draft, DraftShape.parse("3,3,10"))
-    served = Served("tiny", tiny_target.tokenizer, engine, engine.context_length, "fp_x", "tree", DefaultSampling())
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = TEMPLATE  # short: the tiny target's context is 512 tokens
+    parsers = Parsers("hermes", "deepseek-r1")
+    limit = engine.context_length
+    served = Served("tiny", tokenizer, engine, limit, "fp_x", "tree", DefaultSampling(), parsers=parsers)
     with running(served) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def bias(tiny_target):
+    """Against blanks, of which a random model writes too many."""
+    texts = {token: tiny_target.tokenizer.decode([token]) for token in range(tiny_target.vocab_size)}
+    return {str(token): -100 for token, text in texts.items() if text and not text.strip()}
 
 
 @pytest.fixture
@@ -61,11 +91,9 @@ def ask(client, **fields):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_parse_returns_the_model(client, tiny_target, temperature):
+def test_parse_returns_the_model(client, bias, temperature):
     """What pydantic's schemas use ($defs, $ref, anyOf, enum, const, bounds) is enforced, so the client's parser accepts
     the answer; drafts stay on."""
-    texts = {token: tiny_target.tokenizer.decode([token]) for token in range(tiny_target.vocab_size)}
-    bias = {str(token): -100 for token, text in texts.items() if text and not text.strip()}
     answer = client.chat.completions.parse(
         model="tiny", messages=USER, max_tokens=400, temperature=temperature, logit_bias=bias, response_format=Report
     )
@@ -86,13 +114,6 @@ def test_a_raw_schema_streamed_and_whole(client):
     assert 0 <= json.loads(text)["n"] <= 99
 
 
-def test_any_object(client):
-    """json_object: an object of any content. Random answers do not end, so a schema of its content is given too."""
-    answer = ask(client, response_format={"type": "json_object"}, temperature=0, max_tokens=8)
-    assert answer.choices[0].message.content.startswith("{")
-    assert ask(client, response_format={"type": "text"}, max_tokens=4).choices[0].message.content is not None
-
-
 def test_sglangs_fields(client, url):
     """`regex` and `json_schema` (a text or an object) on both endpoints."""
     pattern = r"(fox|dog){1,3} [0-9]{2}"
@@ -108,48 +129,21 @@ def named(schema, **more):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}, **more}}
 
 
-WRONG = {
-    "keyword": (named({"not": {}}), "response_format", '"not"'),
-    "type": (named({"type": "strin"}), "response_format", "strin"),
-    "of-no-schema": (
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema",
-        "needs 'json_schema'",
-    ),
-    "with-schema": (
-        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
-        "response_format.json_schema",
-        "has no 'json_schema'",
-    ),
-    "no-name": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-        "missing",
-    ),
-    "unknown": ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-    "grammar": (
-        {"response_format": {"type": "json_object", "strict": True}},
-        "response_format.strict",
-        "unknown field",
-    ),
-    "regex": ({"regex": "["}, "regex", "unclosed"),
-    "json": ({"json_schema": "{"}, "json_schema", "cannot be read"),
-    "two": ({"json_schema": "{}", "regex": "a"}, "regex", "one of the two"),
-    "two-schemas": ({"json_schema": "{}", **named({})}, "json_schema", "one of them"),
-    "ignore-eos": ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos", "leave this out"),
-    "stop": ({"regex": "a+", "stop": ["aa"]}, "stop", "leave this out"),
-    "stop-ids": ({**named({}), "stop_token_ids": [5]}, "stop_token_ids", "leave this out"),
-    "vllm": ({"guided_regex": "a"}, "guided_regex", "unknown field"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_honoured_is_a_400_that_says_so(url, case):
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (named({"not": {}}), "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"regex": "["}, "regex"),
+        ({"json_schema": "{}", "regex": "a"}, "regex"),
+        ({"json_schema": "{}", **named({})}, "json_schema"),
+        ({"regex": "a+", "stop": ["aa"]}, "stop"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_400_that_says_so(url, fields, param):
     """A schema that were enforced in part would break the client's parser later, far from its cause."""
-    fields, param, said = WRONG[case]
     reply = httpx.post(f"{url}/v1/chat/completions", json={"model": "tiny", "messages": USER, **fields}, timeout=60)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param) and said in error["message"]
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
 def test_a_grammar_that_fails_is_an_error_of_its_request(client, monkeypatch):
@@ -175,3 +169,137 @@ def test_compiling_keeps_no_request_waiting(url, monkeypatch):
     body = {"model": "tiny", "messages": USER, "regex": "fox{7}", "max_tokens": 20}
     assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     assert len(threads) == 1 and threads[0] != "toolkit-engine"
+
+
+# -- forced calls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fields(bias):
+    tools = [openai.pydantic_function_tool(model, name=name) for name, model in MODELS.items()]
+    return {"model": "tiny", "messages": USER, "tools": tools, "logit_bias": bias, "temperature": 1, "seed": 3}
+
+
+def check(calls):
+    assert calls
+    for call in calls:
+        MODELS[call.function.name].model_validate_json(call.function.arguments)
+
+
+def test_required(client, fields):
+    """Every call is one of the functions, with arguments that its schema accepts; streamed the same. What the target
+    would have reasoned about is no part of it."""
+    choice = client.chat.completions.create(**fields, tool_choice="required", parallel_tool_calls=False).choices[0]
+    check(choice.message.tool_calls)
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1 and not choice.message.content
+    streamed = ""
+    for chunk in client.chat.completions.create(
+        **fields, tool_choice="required", parallel_tool_calls=False, stream=True
+    ):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            streamed += delta.function.arguments
+    assert streamed == choice.message.tool_calls[0].function.arguments
+
+
+def test_a_named_function(client, fields):
+    """One call of this function, in chats and in responses."""
+    name = "pack"
+    choice = {"type": "function", "function": {"name": name}}
+    answer = client.chat.completions.create(**fields, tool_choice=choice).choices[0]
+    check(answer.message.tool_calls)
+    assert [call.function.name for call in answer.message.tool_calls] == [name]
+    functions = [{"type": "function", **tool["function"]} for tool in fields["tools"]]
+    response = client.responses.create(
+        model="tiny",
+        input="count apples",
+        tools=functions,
+        tool_choice={"type": "function", "name": name},
+        temperature=0,
+    )
+    assert response.status == "incomplete" or [item.name for item in response.output] == [name]
+    assert all(item.type == "function_call" for item in response.output)
+
+
+def test_a_schema_is_not_reasoning(client, fields):
+    """An answer with a grammar of its own is content, also where the family's answers begin with reasoning."""
+    extra = {"regex": "[0-9]{3}"}
+    plain = {name: value for name, value in fields.items() if name != "tools"}
+    message = client.chat.completions.create(**plain, extra_body=extra).choices[0].message
+    assert len(message.content) == 3 and message.content.isdigit()
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+    ],
+)
+def test_what_does_not_go_together(url, fields, more, param):
+    """Two grammars for one answer, and a schema that cannot be enforced, are refused by name."""
+    body = {**fields, "tool_choice": "required", **more}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+# -- what goes with a form, and where the answer begins ----------------------------------------------------------------
+
+GO = [{"role": "user", "content": "go"}]
+ADD = {"type": "function", "function": {"name": "add"}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+def request(**fields):
+    return ChatRequest.model_validate({"model": "m", "messages": GO, **fields})
+
+
+def test_tools_that_could_not_be_called():
+    """The form would forbid every call, in silence; without an offer it is honoured."""
+    with pytest.raises(ApiError, match="'tools'") as caught:
+        ChatRequest.checked({"model": "m", "messages": GO, "tools": [ADD], "response_format": FORM})
+    assert caught.value.param == "response_format"
+    assert request(tools=[ADD], tool_choice="none", response_format=FORM).has_grammar
+
+
+def prompts(tiny_target, template, parsers):
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = template
+    return Prompts(tokenizer, parsers), tokenizer
+
+
+SWITCH = "{{ messages[-1].content }}:{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+THINKS, HARMONY = "{{ messages[-1].content }}:<think>{{ '\\n' }}", "{{ messages[-1].content }}<|start|>assistant"
+CLOSED = "go:<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "parsers", "open_prompt", "form_prompt"),
+    [
+        (SWITCH, Parsers(None, "qwen3"), "go:", CLOSED),
+        (THINKS, Parsers(None, "qwen3"), "go:<think>\n", CLOSED),
+        (
+            HARMONY,
+            Parsers("gpt-oss", "gpt-oss"),
+            "go<|start|>assistant",
+            "go<|start|>assistant<|channel|>final<|message|>",
+        ),
+    ],
+)
+def test_no_form_within_the_reasoning(tiny_target, template, parsers, open_prompt, form_prompt):
+    """JSON written inside of an open block would be the model's reasoning, or stand in a header."""
+    made, tokenizer = prompts(tiny_target, template, parsers)
+    assert tokenizer.decode(made.of_chat(request())) == open_prompt
+    for fields in ({"regex": "[0-9]"}, {"response_format": FORM}, {"tools": [ADD], "tool_choice": "required"}):
+        if parsers.calls is not None or "tools" not in fields:
+            assert tokenizer.decode(made.of_chat(request(**fields))).endswith(form_prompt)
+
+
+def test_reasoning_that_is_asked_for(tiny_target):
+    """The wish is honoured where it can be, and else refused by name."""
+    made, tokenizer = prompts(tiny_target, SWITCH, Parsers(None, "qwen3"))
+    off, on = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (False, True))
+    assert tokenizer.decode(made.of_chat(request(**on))) == "go:"
+    assert tokenizer.decode(made.of_chat(request(**off, regex="a"))) == CLOSED
+    with pytest.raises(ApiError, match="without reasoning") as caught:
+        made.of_chat(request(**on, regex="a"))
+    assert caught.value.param == "chat_template_kwargs.enable_thinking"

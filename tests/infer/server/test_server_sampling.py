@@ -16,8 +16,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.openai_protocol import CompletionRequest
-from toolkit.infer.server.openai_replies import LogprobForm
+from toolkit.infer.server.protocol import CompletionRequest
+from toolkit.infer.server.replies import LogprobForm
 from toolkit.infer.server.request_params import DefaultSampling, request_params
 
 NAME = "tiny"
@@ -130,38 +130,20 @@ def test_settings_reach_the_engine(client, direct, tiny_target):
         assert less.output_ids != wanted.output_ids, f"{name} changes nothing here, so the test says nothing of it"
 
 
-def test_a_stop_string_ends_the_engine_too(client, direct, tiny_target):
-    """The tokens behind it are neither text nor usage, and the reason is "stop"."""
-    answer = direct(max_tokens=40, ignore_eos=True)
-    decode = tiny_target.tokenizer.decode
-    end = next(n for n in range(4, 40) if "\ufffd" not in decode(answer.output_ids[:n])[-2:])
-    stop = decode(answer.output_ids[:end])[-2:]
-    got = ask(client, temperature=0, max_tokens=40, stop=stop, extra_body={"ignore_eos": True})
-    ids = answer.output_ids
-    needed = next(n for n in range(1, 41) if stop in decode(ids[:n], skip_special_tokens=True))
-    assert got.choices[0].finish_reason == "stop" and stop not in got.choices[0].message.content
-    assert got.usage.completion_tokens == needed
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_n_answers(client, stream):
-    """Answer i is that of seed + i alone; usage counts all of them and the prompt once."""
+def test_n_answers(client):
+    """Answer i is that of seed + i alone, streamed too; usage counts all of them and the prompt once."""
     fields = {"max_tokens": 12, "temperature": 1.0}
     alone = [ask(client, seed=9 + i, **fields) for i in range(3)]
+    whole = ask(client, seed=9, n=3, **fields)
     texts, reasons = ["", "", ""], [None, None, None]
-    if stream:
-        for chunk in ask(client, seed=9, n=3, stream=True, stream_options={"include_usage": True}, **fields):
-            usage = chunk.usage
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    else:
-        whole = ask(client, seed=9, n=3, **fields)
-        usage = whole.usage
-        for choice in whole.choices:
-            texts[choice.index], reasons[choice.index] = choice.message.content, choice.finish_reason
+    for chunk in ask(client, seed=9, n=3, stream=True, stream_options={"include_usage": True}, **fields):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [one.choices[0].message.content for one in alone] and len(set(texts)) > 1
-    assert reasons == [one.choices[0].finish_reason for one in alone]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [one.choices[0].finish_reason for one in alone] and usage == whole.usage
     assert usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
     assert usage.prompt_tokens == alone[0].usage.prompt_tokens
 
@@ -192,23 +174,10 @@ def test_a_request_may_have_a_draft_shape_of_its_own(client, taken):
     for extra, says in (
         ({"shape": "4,1,5"}, r"engine drafts tree 3x2/6 \(3,2,6\)"),
         ({"shape": "wide"}, "three numbers .* are needed"),
-        ({"shape": "2,1,3", "speculative": False}, "leave one of them out"),
-        ({"shape": [2, 1, 3]}, "valid string"),
     ):
         with pytest.raises(openai.BadRequestError, match=says) as caught:
             ask(client, **fields, extra_body=extra)
         assert caught.value.param == "shape"
-
-
-def test_ids_outside_the_vocabulary_are_a_400(client):
-    """Found by the engine, named by the client's field."""
-    for fields, param in (
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
-    ):
-        with pytest.raises(openai.BadRequestError, match="vocabulary") as caught:
-            ask(client, **fields)
-        assert caught.value.param == param
 
 
 def test_token_bytes(tiny_target):
@@ -219,17 +188,12 @@ def test_token_bytes(tiny_target):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     form = LogprobForm(tokenizer)
     assert b"".join(form.bytes_of(token) for token in ids) == text.encode()
+    entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))  # JSON has no -inf
+    assert [top["logprob"] for top in form.content([entry])["content"][0]["top_logprobs"]] == [0.0, -9999.0]
     assert form.bytes_of(tokenizer.eos_token_id) == b"<|im_end|>" and form.bytes_of(10**6) == b""
 
 
-def test_an_impossible_token_has_a_finite_number(tiny_target):
-    """JSON has no -inf."""
-    entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))
-    item = LogprobForm(tiny_target.tokenizer).content([entry])["content"][0]
-    assert [top["logprob"] for top in item["top_logprobs"]] == [0.0, -9999.0]
-
-
-LIMITS = [-1, 5e-324, 1e308, float("nan"), 2**31 - 1, 2**63 - 1, 2**63, 10**400]
+LIMITS = [-1, 5e-324, float("nan"), 2**31 - 1, 2**63 - 1, 10**400]
 NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 NUMBERS += ["seed", "max_tokens", "min_tokens", "n", "priority", "timeout"]
 
@@ -277,12 +241,8 @@ def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
 @pytest.mark.parametrize(
     ("stated", "taken"),
     [
-        ({"top_k": -1, "top_p": 0.5}, {"top_p": 0.5}),
-        ({"top_k": 20.0}, {"top_k": 20}),
-        ({"temperature": 1e-9}, {"temperature": 0.0}),
-        ({"temperature": -1.0, "min_p": -0.1, "repetition_penalty": 0}, {}),
-        ({"temperature": "0.7", "top_p": True, "top_k": 2**70}, {}),
-        ({"temperature": float("nan"), "top_p": 1.5}, {}),
+        ({"top_k": -1, "top_p": 0.5, "temperature": 1e-9}, {"top_p": 0.5, "temperature": 0.0}),
+        ({"temperature": "0.7", "top_p": True, "top_k": 2**70, "min_p": float("nan")}, {}),
     ],
 )
 def test_odd_defaults_of_a_target_never_fail_a_request(stated, taken):

@@ -1,26 +1,15 @@
-<<<<<<< HEAD
-"""One fused decoder layer for Llama and the families that share its layer (Mistral, Qwen2, Qwen3).
-=======
-"""Fused kernels of a target's layers on a GPU: its norms, and whole decoder layers of Llama and the families that have
+"""Fused kernels of a target's layers: on a GPU its norms, and whole decoder layers of Llama and the families that have
 its layer (Mistral, Qwen2, Qwen3).
->>>>>>> wcache
 
     norm | q, k, v in one product | rotation and write to the cache | attention | product + residual
     norm | gate, up in one product, silu(gate) * up                 |             product + residual
 
-<<<<<<< HEAD
-transformers runs some thirty operations for it. On a GPU they are Triton kernels; on a CPU they are one native call, or
-two around an attention of many tokens, for packed bfloat16 or int8 weights. A layer is recognised by its class, its
-parts and what it computes: one layer of each class must give the same numbers fused (on a GPU a float32 copy of it).
-Layers of other families run as they are; some have Llama's parts and differ by layer or position (SmolLM3, Ministral 3,
-GLM-4.5).
-=======
 transformers runs some thirty operations for a layer, six of them for a norm, in bf16 eight. A class of norms is
-recognised by what it computes: `reference.rms_norm` in one of its forms, to the bit, on random numbers. A layer is
-recognised by its class, its parts and what it computes: a float32 copy of one layer of each class must give the same
-numbers fused. Layers of other families run as they are; some have Llama's parts and differ by layer or position
-(SmolLM3, Ministral 3, GLM-4.5).
->>>>>>> wcache
+recognised by what it computes: `reference.rms_norm` in one of its forms, to the bit, on random numbers. A fused layer is
+some Triton kernels on a GPU; on a CPU it is one native call, or two around an attention of many tokens, for packed
+bfloat16 or int8 weights. A layer is recognised by its class, its parts and what it computes: one layer of each class
+must give the same numbers fused (on a GPU a float32 copy of it). Layers of other families run as they are; some have
+Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
 
 Shapes: B rows, N tokens per row, H hidden size, K inputs and O outputs of a product, I intermediate size.
 """
@@ -207,7 +196,7 @@ class FusedLayers:
                 continue
             if type(layer) not in checked:
                 checked[type(layer)] = _computes_the_same(target, layer, scoring, ops)
-            call = _fused(layer, places[number], scoring, ops) if checked[type(layer)] else None
+            call = _fused_call(layer, places[number], scoring, ops) if checked[type(layer)] else None
             if call is not None:
                 self._calls[layer] = call
 
@@ -228,7 +217,7 @@ class FusedLayers:
                 layer.__dict__.pop("forward", None)
 
 
-def _fused(layer: Any, place: int, scoring: Scoring, ops: Ops) -> Callable[..., Tensor] | None:
+def _fused_call(layer: Any, place: int, scoring: Scoring, ops: Ops) -> Callable[..., Tensor] | None:
     """The fused forward of a layer with Llama's parts; None if its weights are of another kind."""
     if ops.decoder_layer is not None:
         return ops.decoder_layer(layer, place, scoring)
@@ -289,7 +278,7 @@ def _computes_the_same(target: Target, layer: nn.Module, scoring: Scoring, ops: 
         return False
     metadata: dict[str, Any] = {"position_embeddings": rotation, "attention_metadata": _Uncached()}
     theirs = exact(x, attention_mask=None, position_ids=at, **metadata)
-    call = _fused(exact, 0, scoring, ops)
+    call = _fused_call(exact, 0, scoring, ops)
     if call is None or not isinstance(theirs, Tensor):
         return False
     ours = call(x, **metadata)

@@ -4,13 +4,8 @@ The body is one program, so that Dynamo checks its guards once a forward. Its la
 program, compiled once (`nested_compile_region`). The head's layers are one program each class: the head's own code
 around them depends on lengths.
 
-<<<<<<< HEAD
-Attention is not compiled: it is one opaque operator for the target (opaque_attention.py) and one for the head
-(`attend_drafting`). So a program depends on sizes only, not on context, pages or mask.
-=======
 Attention is not compiled: it is one opaque operator for the target (layer_attention.py) and one for the head
-(draft_attention.py). So a program depends on sizes only, not on context, pages or mask.
->>>>>>> wcache
+(`attend_drafting`). So a program depends on sizes only, not on context, pages or mask.
 
 Eager rounds use dynamic sizes: one program for a single row and one for several, each for a single token and for
 several. They are compiled when the engine is built. A graph has fixed sizes: each (rows, nodes) is compiled in the

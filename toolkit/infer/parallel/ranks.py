@@ -38,17 +38,11 @@ import toolkit
 from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings, Need
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.draft_tree import DraftShape
-<<<<<<< HEAD
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
-=======
-from toolkit.infer.request.params import EngineError, SamplingParams
-from toolkit.infer.request.request import Request
->>>>>>> wdraft
 
 T = TypeVar("T")
 # Timeout of one collective. It is long because ranks load their weights in turn. It does not detect lost ranks: the

@@ -1,25 +1,269 @@
-"""What a request passes before the engine has it: its number of answers, the queue, the size of its text, its time."""
+"""What a request passes before the engine has it: key, size, the server's state, the queue; and its time.
+
+client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> Admission: queue (429)
+
+start -> warming up -> ready <-> stuck: the engine hangs in a step
+                         |
+                      SIGTERM -> draining: answers that run go on, requests that come are a 503 -> end
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
-import json
+import hashlib
+import hmac
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from toolkit.infer.engine.engine_thread import EngineThread
-from toolkit.infer.request.params import Cause, DraftShapeError, RequestCutError, SamplingError, VerifyError
-from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, cut_off, queue_is_full
-from toolkit.infer.server.openai_protocol import GenerationFields
+from toolkit.infer.engine.engine_thread import EngineThread, Watchdog
+from toolkit.infer.request.params import (
+    Cause,
+    DraftShapeError,
+    RequestCutError,
+    SamplingError,
+    SamplingParams,
+    VerifyError,
+)
+from toolkit.infer.server.api_errors import FINAL, ApiError
+from toolkit.infer.server.protocol import GenerationFields
 from toolkit.infer.server.request_params import wrong_setting
 from toolkit.infer.server.server_settings import ServerSettings
+from toolkit.log import get_logger
 
-SHRINKS = {None: 1, "NFC": 4}  # normalizer -> bytes of a text for one byte of its normal form, at most
-KEEP_ALL = {"Sequence", "Split", "ByteLevel", "Digits"}  # pre-tokenizers that drop no character
+logger = get_logger(__name__)
+
+WARM_UP_TOKENS = 16
+STUCK_RETRY_S = 30
+CLOSE_S = 5.0  # time for the step that runs when all requests have ended or were cut
+
+
+class LifeCycle:
+    """The state of one server. Only the event loop's thread uses it.
+
+    failure: the error of the warm-up; None: there was none.
+    """
+
+    def __init__(self, engine: EngineThread, settings: ServerSettings) -> None:
+        self.failure: Exception | None = None
+        self._engine, self._settings = engine, settings
+        self._watchdog = Watchdog(engine, settings.watchdog_timeout_s)
+        self._warm = False
+        self._drain_until: float | None = None
+
+    def start(self) -> None:
+        """Start the engine's thread and its watchdog."""
+        self._engine.start()
+        self._watchdog.start()
+
+    def close(self) -> None:
+        """End both threads; active requests fail. A step that hangs is not waited for longer than CLOSE_S."""
+        if not self._engine.close(CLOSE_S):
+            logger.warning("the engine's step has not ended; the server ends without it")
+        self._watchdog.close()
+
+    @property
+    def state(self) -> str:
+        """The word "ready", or why no request should be sent to this server."""
+        if not self._engine.alive:
+            return "the engine has stopped"
+        if self._drain_until is not None:
+            return "draining"
+        if self._watchdog.stuck:
+            return "the engine hangs in a step"
+        return "ready" if self._warm else "warming up"
+
+    async def warm_up(self) -> None:
+        """Answer a prompt greedily and by sampling, so that no request pays for what the first steps compile."""
+        prompt = self._settings.warm_up_ids
+        try:
+            for temperature in (0.0, 1.0) if prompt else ():
+                params = SamplingParams(temperature=temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+                ticket = await self._engine.submit(prompt, params)
+                async for _ in ticket.updates():
+                    pass
+                self._engine.abort(ticket)
+        except Exception as error:  # whatever it is: a server that stays "warming up" says nothing to anybody
+            logger.exception("the first answers failed")
+            self.failure = error
+        else:
+            self._warm = True
+
+    def check_accepts(self) -> None:
+        """Raise the 503 for a request that comes while the server drains or the engine hangs."""
+        if self._drain_until is not None:
+            after = {"Retry-After": str(1 + max(0, int(self._drain_until - time.monotonic())))}
+            raise ApiError(503, "the server is shutting down; ask another one", code="shutting_down", headers=after)
+        if self._watchdog.stuck:
+            message = "the engine hangs in a step; the server's log says where"
+            raise ApiError(503, message, code="engine_stuck", headers={"Retry-After": str(STUCK_RETRY_S)})
+
+    def drain(self) -> None:
+        """Take no more requests. A second call ends those that run."""
+        left = 0.0 if self._drain_until is not None else self._settings.drain_timeout_s
+        self._drain_until = time.monotonic() + left
+
+    def drained(self) -> bool:
+        """Whether the server may end. At the end of the time to drain it cuts the answers that still run.
+
+        Answers that are written do not hold it up: their clients get some seconds to read them (uvicorn's shutdown).
+        """
+        warming = bool(self._settings.warm_up_ids) and not self._warm
+        answers = self._engine.open - warming  # the warm-up is no answer to wait for
+        if self._drain_until is None or answers <= 0:
+            return True
+        if time.monotonic() < self._drain_until:
+            return False
+        logger.warning("%d answers did not end in time and are cut", answers)
+        self._engine.cut_all("shutdown")
+        return True
+
+
+OPEN_PATHS = ("/health", "/ready")  # probes of a load balancer carry no key
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class ApiKeys:
+    """The keys of a server. Keeps their hashes only; the time of a comparison does not depend on the key."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._hashes = [_hash(key.encode()) for key in keys]
+
+    def check(self, scope: Scope) -> None:
+        """Raise the 401 for a request without a key of this server, as `Authorization: Bearer KEY`.
+
+        A browser gets to its pages with the key as a password (the scheme Basic, with any user name).
+        """
+        if not self._hashes or scope["path"] in OPEN_PATHS:
+            return
+        given = _key_of(_header(scope, b"authorization"))
+        known = [hmac.compare_digest(_hash(given), one) for one in self._hashes]
+        if any(known):
+            return
+        what = "is none of this server's" if given else "is missing"
+        message = f"the API key {what}; send one as the header 'Authorization: Bearer KEY'"
+        asks_browser = b"text/html" in _header(scope, b"accept")
+        how = {"WWW-Authenticate": 'Basic realm="toolkit: the API key as password"' if asks_browser else "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=how)
+
+
+class Gate:
+    """ASGI middleware that refuses a request, or passes it on with its whole body. count_reply: for POSTs."""
+
+    def __init__(
+        self, app: ASGIApp, *, settings: ServerSettings, life: LifeCycle, count_reply: Callable[[int], None]
+    ) -> None:
+        self._app, self._settings, self._life, self._count_reply = app, settings, life, count_reply
+        self._keys = ApiKeys(settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] != "POST":
+            await self._pass(scope, receive, send)
+            return
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._count_reply(message["status"])
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, counted)
+        except Exception:  # becomes a 500 outside of this middleware
+            if not begun:
+                self._count_reply(500)
+            raise
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._keys.check(scope)
+            if scope["method"] != "POST":
+                await self._app(scope, receive, send)
+                return
+            body = await self._body(scope, receive)
+            self._life.check_accepts()
+            scope.setdefault("state", {})["arrived"] = time.monotonic()  # deadlines count from here
+        except ApiError as error:
+            headers = {**error.headers, "Connection": "close"}  # the rest of its body is not read
+            await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+            return
+        except ClientGone:
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the body. A larger one is read to its end but not kept: many clients read no reply before that."""
+        limit = self._settings.max_body_bytes
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(part)
+                    if size <= limit:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+        except TimeoutError:
+            if size <= limit:
+                raise ApiError(
+                    408,
+                    f"the request was not complete after {self._settings.body_timeout_s:g} s ({size} bytes came)",
+                    code="request_incomplete",
+                ) from None
+        if size > limit:
+            problem = f"the body has {size} bytes or more; this server takes {limit} (--max-body-bytes): send less"
+            raise ApiError(413, problem, code="request_too_large")
+        return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return left.pop() if left else await receive()
+
+    return replayed
+
+
+def _key_of(authorization: bytes) -> bytes:
+    """The key in a header; empty for another scheme."""
+    scheme, _, given = authorization.strip().partition(b" ")
+    if scheme.lower() == b"bearer":
+        return given.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class Admission:
@@ -36,7 +280,9 @@ class Admission:
             raise ApiError(400, message, param="n", code="invalid_value")
         waiting = self._engine.open + n * prompts - self._running
         if waiting > self._settings.max_queued_requests:
-            raise queue_is_full(waiting, self._settings.max_queued_requests)
+            message = f"{waiting} answers would wait, but at most {self._settings.max_queued_requests} may"
+            message += " (--max-queued-requests); ask again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
         with self._engine.reserving(n * prompts):
             yield
 
@@ -50,9 +296,9 @@ class Deadline:
     at: float | None
 
     @classmethod
-    def of(cls, asked: float | None, most: float | None, arrived: float) -> Self:
-        """asked, most: seconds by the request and by the server. arrived: seconds of time.monotonic."""
-        seconds = min((one for one in (asked, most) if one is not None), default=None)
+    def of(cls, asked: float | None, limit: float | None, arrived: float) -> Self:
+        """asked, limit: seconds by the request and by the server. arrived: seconds of time.monotonic."""
+        seconds = min((given for given in (asked, limit) if given is not None), default=None)
         return cls(seconds, asked is not None and seconds == asked, None if seconds is None else arrived + seconds)
 
     @property
@@ -61,52 +307,15 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def error(self, cause: Cause) -> ApiError:
-        """What is told of a request that was cut before its answer began."""
-        return cut_off(cause, self.seconds, own=self.own)
+        """The error of a request that was cut before its answer began."""
+        if cause == "shutdown":
+            return ApiError(503, "the server shut down before an answer began", code="shutting_down")
+        message = f"no answer began within the {self.seconds:g} s of this request; ask for less, or give it more time"
+        return ApiError(408 if self.own else 504, message, code="deadline_exceeded", headers=FINAL)
 
 
-class PromptLimit:
-    """Refuses a text that cannot fit into the context before it is tokenised, which takes seconds for megabytes.
-
-    most_bytes: the context times the bytes of the longest token; None: of this tokenizer nothing can be said, since it
-    may drop characters or have one token for any unknown word.
-    """
-
-    def __init__(self, tokenizer: Any, context_length: int) -> None:
-        self.context_length = context_length
-        self._longest = _longest_token(tokenizer)
-        self.most_bytes = None if self._longest is None else context_length * self._longest
-
-    def check(self, text: str, max_tokens: int | None, param: str) -> None:
-        """Raise the 400 for a text that surely has more tokens than the context. param: the field it came in."""
-        if self.most_bytes is None or self._longest is None or len(text) <= self.most_bytes // 4:
-            return
-        size = len(text.encode())
-        if size > self.most_bytes:
-            least = -(-size // self._longest)
-            raise context_length_exceeded(least, max_tokens, self.context_length, param, at_least=True)
-
-
-def _longest_token(tokenizer: Any) -> int | None:
-    """The bytes of text that one token holds at most; None: not known."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    form, vocabulary = json.loads(backend.to_str()), tokenizer.get_vocab()
-    normalizer = (form["normalizer"] or {}).get("type")
-    pre = form["pre_tokenizer"] or {}
-    kinds = {pre.get("type"), *(one["type"] for one in pre.get("pretokenizers", ()))}
-    stripping = any(one["lstrip"] or one["rstrip"] for one in form["added_tokens"])
-    whole = all(char in vocabulary for char in bytes_to_unicode().values())  # else unknown bytes are dropped
-    if form["model"]["type"] != "BPE" or form["truncation"] or stripping or not whole or normalizer not in SHRINKS:
-        return None
-    if "ByteLevel" not in kinds or not kinds <= KEEP_ALL or '"Removed"' in json.dumps(pre):
-        return None
-    return SHRINKS[normalizer] * max(len(piece.encode()) for piece in vocabulary)
-
-
-def told(error: BaseException, body: GenerationFields, param: str, deadline: Deadline) -> BaseException:
-    """What a client is told of an error before its answer begins; other errors as they are. param: of the prompt."""
+def to_api_error(error: BaseException, body: GenerationFields, param: str, deadline: Deadline) -> BaseException:
+    """The reply to an error before an answer begins; other errors as they are. param: of the prompt."""
     if isinstance(error, SamplingError):
         return wrong_setting(error, body)
     if isinstance(error, DraftShapeError):

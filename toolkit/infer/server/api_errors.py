@@ -12,10 +12,9 @@ from starlette.exceptions import HTTPException
 
 from toolkit.chat_rows import short
 from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
-from toolkit.infer.request.params import Cause
 
 MAX_SHOWN = 5  # problems listed in one message
-MOST_CHARACTERS = 1000  # of a message
+MAX_CHARACTERS = 1000  # of a message
 
 _ERROR = {
     "type": "object",
@@ -56,10 +55,10 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": param, "code": self.code}}
 
 
-def _sendable(text: str, most: int = MOST_CHARACTERS) -> str:
+def _sendable(text: str, longest: int = MAX_CHARACTERS) -> str:
     """The text without what a message may quote: lone surrogates, which UTF-8 does not have, and the middle of a long
     one."""
-    text = text if len(text) <= most else f"{text[: most // 2]} .. {text[-most // 2 :]}"
+    text = text if len(text) <= longest else f"{text[: longest // 2]} .. {text[-longest // 2 :]}"
     return text.encode("utf-8", "replace").decode()
 
 
@@ -76,29 +75,15 @@ def context_length_exceeded(
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def queue_is_full(waiting: int, most: int) -> ApiError:
-    """The 429 for a request whose answers would wait behind too many others."""
-    message = f"{waiting} answers would wait, and this server lets {most} wait (--max-queued-requests); ask again later"
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-
-
 # OpenAI's client asks again after a 5xx by itself. A request that is out of time would come back as new load.
-_FINAL = {"x-should-retry": "false"}
-
-
-def cut_off(cause: Cause, timeout_s: float | None, *, own: bool) -> ApiError:
-    """The error for a request that was cut before it had a token. timeout_s: its time limit. own: it asked for that."""
-    if cause == "shutdown":
-        return ApiError(503, "the server shut down before an answer began", code="shutting_down")
-    message = f"no answer began within the {timeout_s:g} s of this request; ask for less, or give it more time"
-    return ApiError(408 if own else 504, message, code="deadline_exceeded", headers=_FINAL)
+FINAL = {"x-should-retry": "false"}
 
 
 def failure(error: EngineFailure) -> ApiError:
     """The error for a request whose answer failed: a 400 if its own grammar was the cause."""
     if isinstance(error, GrammarFailure):
         message = f"{error}; give a smaller schema or expression"
-        return ApiError(400, message, code="grammar_failed", headers=_FINAL)
+        return ApiError(400, message, code="grammar_failed", headers=FINAL)
     return ApiError(500, str(error), code="engine_failure")
 
 

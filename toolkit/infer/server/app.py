@@ -23,14 +23,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from toolkit import __version__
 from toolkit.infer.server import api_errors
+from toolkit.infer.server.admission import Gate, LifeCycle
 from toolkit.infer.server.completions import Completions, Served
-from toolkit.infer.server.gate import Gate
-from toolkit.infer.server.life_cycle import LifeCycle
 from toolkit.infer.server.metrics import watching
-from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
+from toolkit.infer.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from toolkit.infer.server.responses import ResponsesRequest
 from toolkit.infer.server.server_settings import ServerSettings
-from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 SHUTDOWN_S = 5  # time to send the ends of answers that were cut
 PAGE = Path(__file__).with_name("status.html")
@@ -193,7 +191,7 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, life: LifeCycle, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._life, self._on_ready = life, on_ready
-        self._told = False
+        self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._life.drain()  # uvicorn's own would end the process by the signal after all
@@ -201,8 +199,8 @@ class _Uvicorn(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second. Returns whether to shut down."""
-        if self._life.state == "ready" and not self._told:
-            self._told = True
+        if self._life.state == "ready" and not self._announced:
+            self._announced = True
             self._on_ready()
         over = await super().on_tick(counter) and self._life.drained()
         return over or self._life.failure is not None

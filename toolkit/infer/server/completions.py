@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -19,25 +18,30 @@ from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.admission import Admission, Deadline, PromptLimit, told
+from toolkit.infer.server.admission import Admission, Deadline, to_api_error
 from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
-from toolkit.infer.server.chat_prompts import ChatPrompts
 from toolkit.infer.server.metrics import ServerMetrics
-from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
-from toolkit.infer.server.openai_replies import EventStream, Form, LogprobForm, ReplyForm, unless_disconnected
+from toolkit.infer.server.prompts import Prompts
+from toolkit.infer.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+)
+from toolkit.infer.server.replies import EventStream, LogprobForm, ReplyForm, Writing, unless_disconnected
 from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params
 from toolkit.infer.server.responses import ResponseForm, ResponsesRequest, chat_of, in_responses
 from toolkit.infer.server.server_settings import ServerSettings
-from toolkit.infer.server.tokenization import DetokenizeRequest, TokenizeRequest, text_of, tokens_of
 from toolkit.infer.server.tool_calls import Piece
-from toolkit.infer.server.writing import Writing
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
 CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
 LONG_BODY = 50_000  # bytes; tokenising more takes so long that streams would wait
+Form = ReplyForm | ResponseForm
 
 
 @dataclass(frozen=True)
@@ -66,105 +70,88 @@ class Completions:
         self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
         self.metrics = ServerMetrics(lambda: load_of(served.engine), lambda: self.engine.failed_steps)
         self.created = int(time.time())
-        self.prompts = ChatPrompts(served.tokenizer, served.parsers)
-        self._limit = PromptLimit(served.tokenizer, served.context_length)
+        self.prompts = Prompts(served.tokenizer, served.parsers)
         self._detokenizer = Detokenizer(served.tokenizer)
         self._logprob_form = LogprobForm(served.tokenizer)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        self.check_model(body.model)
-        return await self.reply(body, partial(self._chat_ids, body), "messages", http, self._form(body))
+        return await self.reply(body, lambda: [self.prompts.of_chat(body)], "messages", http, self._form(body, True))
 
     async def completion(self, body: CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
-        self.check_model(body.model)
-        return await self.reply(body, partial(self._prompt_ids, body), "prompt", http, self._form(body))
+
+        def ids() -> list[list[int]]:
+            return [self.prompts.of_text(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+
+        return await self.reply(body, ids, "prompt", http, self._form(body, False))
 
     async def response(self, body: ResponsesRequest, http: Request) -> Response:
         """POST /v1/responses."""
-        self.check_model(body.model)
         try:
             chat = chat_of(body)
-            return await self.reply(chat, partial(self._chat_ids, chat), "input", http, ResponseForm(body))
+            return await self.reply(chat, lambda: [self.prompts.of_chat(chat)], "input", http, ResponseForm(body))
         except ApiError as error:
             error.param = in_responses(error.param)
             raise
 
-    def _chat_ids(self, body: ChatRequest) -> list[list[int]]:
-        return [self.prompts.ids(body, limit=self._limit)]
-
-    def _prompt_ids(self, body: CompletionRequest) -> list[list[int]]:
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                self._limit.check(prompt, body.token_limit, "prompt")
-        tokenizer = self.served.tokenizer
-        return [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in body.prompts]
-
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """POST /tokenize."""
         self.check_model(body.model or self.served.model_name)
-        return tokens_of(body, self.served.tokenizer, self.prompts, self._limit)
+        return self.prompts.tokenize(body, self.served.context_length)
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """POST /detokenize."""
         self.check_model(body.model or self.served.model_name)
-        return text_of(self.served.tokenizer, body.tokens)
-
-    def _form(self, body: ChatRequest | CompletionRequest) -> ReplyForm:
-        chat = isinstance(body, ChatRequest)
-        return ReplyForm(self.served.model_name, self.served.fingerprint, chat, body.wants_stream_usage)
+        return self.prompts.detokenize(body.tokens)
 
     def check_model(self, model: str) -> None:
+        """Raise the 404 for another model."""
         if model != self.served.model_name:
             message = f"the model '{model}' does not exist here; this server has '{self.served.model_name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _parser(self, body: GenerationFields, ids: Sequence[int]) -> AnswerParser:
-        """A parser for one answer. Raw completions, and answers with a grammar of their own, are not parsed."""
-        if not isinstance(body, ChatRequest) or (body.has_grammar and not body.forced):
-            return AnswerParser()
-        schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
-        end = prompt_end(self.served.tokenizer, ids)
-        parsers = self.served.parsers
-        return parsers.start(schemas, end, forced=body.forced, one_call=body.one_call, stops=body.stops)
+    def _form(self, body: GenerationFields, chat: bool) -> ReplyForm:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return ReplyForm(self.served.model_name, self.served.fingerprint, chat, with_usage)
 
     async def reply(
         self, body: GenerationFields, tokenise: Callable[[], list[list[int]]], param: str, http: Request, form: Form
     ) -> Response:
         """Generate and return the reply. tokenise: makes the ids of each prompt. param: the request's field with it."""
+        self.check_model(body.model)
         deadline = Deadline.of(body.timeout, self.settings.request_timeout_s, http.state.arrived)
         long = int(http.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         try:
-            writing = await self._submit(body, tokenise, long, param, deadline)
+            answers = await self._submit(body, tokenise, long, param, deadline)
         except Exception as error:
-            other = told(error, body, param, deadline)
+            other = to_api_error(error, body, param, deadline)
             if other is error:
                 raise
             raise other from error
         if body.stream:
-            return EventStream(self._events(writing, form, body), lambda: self._end(writing))
+            return EventStream(self._events(answers, form, body), lambda: self._end(answers))
         try:
-            finished, answers = await unless_disconnected(http, self._whole(writing))
+            finished, pieces = await unless_disconnected(http, self._whole(answers))
         finally:
-            self._end(writing)
+            self._end(answers)
         if not finished:
             return Response(status_code=CLIENT_CLOSED)
-        cut_by = writing[0].ticket.cut_by
-        if cut_by is not None and not any(one.answer.n_tokens for one in writing):
+        cut_by = answers[0].ticket.cut_by
+        if cut_by is not None and not any(writing.answer.n_tokens for writing in answers):
             raise deadline.error(cut_by)
         if body.token_limit == 0:  # the engine writes one token; the reply has the prompt alone
-            for one in writing:
-                one.answer.drop()
-            answers = [[] for _ in writing]
+            for writing in answers:
+                writing.answer.drop()
+            pieces = [[] for _ in answers]
         choices = []
-        for index, one in enumerate(_best(writing, body)):
-            echoed = [Piece("content", self._echoed(body, one))] if isinstance(body, CompletionRequest) else []
-            logprobs = self._logprobs(body, one, one.answer.take_logprobs())
-            choice = form.choice(index, [*echoed, *answers[one.index]], str(one.finish_reason), logprobs)
-            choice |= one.token_ids if body.return_token_ids else {}
-            choices.append(choice | (one.acceptance if body.return_acceptance else {}))
-        return JSONResponse(form.whole(choices, self._usage(writing, body.answers)))
+        for index, writing in enumerate(_best(answers, body)):
+            echoed = [Piece("content", self._echoed(body, writing))] if isinstance(body, CompletionRequest) else []
+            logprobs = self._logprobs(body, writing, writing.answer.take_logprobs())
+            choice = form.choice(index, [*echoed, *pieces[writing.index]], str(writing.finish_reason), logprobs)
+            choice |= writing.token_ids if body.return_token_ids else {}
+            choices.append(choice | (writing.acceptance if body.return_acceptance else {}))
+        return JSONResponse(form.whole(choices, self._usage(answers, body.answers)))
 
     async def _submit(
         self,
@@ -197,14 +184,14 @@ class Completions:
                         settings = replace(settings, stop=())
                     tickets.append(self.engine.put(ids, settings, timeout_s=deadline.left, **drafts))
         await self.engine.accepted(tickets)
-        writing = []
+        answers = []
         for index, (ticket, parser) in enumerate(zip(tickets, parsers, strict=True)):
             context = () if isinstance(body, ChatRequest) else ticket.prompt_ids
             stops = () if parser.reasons else body.stops
             text = self._detokenizer.stream(stops, context, body.min_tokens, parser.markers)
-            writing.append(Writing(index, ticket, Answer(text), parser, body.min_tokens))
-            self.metrics.follow(ticket.request, writing[-1].answer)
-        return writing
+            answers.append(Writing(index, ticket, Answer(text), parser, body.min_tokens))
+            self.metrics.follow(ticket.request, answers[-1].answer)
+        return answers
 
     def _params(self, body: GenerationFields, prompt_tokens: int, param: str) -> SamplingParams:
         room, limit = self.served.context_length - prompt_tokens, body.token_limit
@@ -212,44 +199,55 @@ class Completions:
             raise context_length_exceeded(prompt_tokens, limit, self.served.context_length, param)
         return request_params(body, self.served.defaults, room)
 
-    async def _whole(self, writing: Sequence[Writing]) -> list[list[Piece]]:
-        return await asyncio.gather(*(self._whole_answer(one) for one in writing))
+    def _parser(self, body: GenerationFields, ids: Sequence[int]) -> AnswerParser:
+        """A parser for one answer. Raw completions, and answers with a grammar of their own, are not parsed."""
+        if not isinstance(body, ChatRequest) or (body.has_grammar and not body.forced):
+            return AnswerParser()
+        schemas = {tool.function.name: tool.schema_of_arguments for tool in body.offered}
+        end = prompt_end(self.served.tokenizer, ids)
+        parsers = self.served.parsers
+        return parsers.start(schemas, end, forced=body.forced, one_call=body.one_call, stops=body.stops)
 
-    async def _whole_answer(self, one: Writing) -> list[Piece]:
-        return [piece async for pieces in self._pieces(one) for piece in pieces]
+    async def _whole(self, answers: Sequence[Writing]) -> list[list[Piece]]:
+        """All pieces of each answer."""
 
-    async def _pieces(self, one: Writing) -> AsyncIterator[list[Piece]]:
+        async def whole(writing: Writing) -> list[Piece]:
+            return [piece async for pieces in self._pieces(writing) for piece in pieces]
+
+        return await asyncio.gather(*map(whole, answers))
+
+    async def _pieces(self, writing: Writing) -> AsyncIterator[list[Piece]]:
         """Yield the new pieces after each engine step until the answer ends, and give its place back."""
         try:
-            async for update in one.ticket.updates():
-                pieces = one.read(update)
+            async for update in writing.ticket.updates():
+                pieces = writing.read(update)
                 if pieces:
                     yield pieces
-                if one.finish_reason is not None:
+                if writing.finish_reason is not None:
                     return
         finally:
-            self.engine.abort(one.ticket)  # here, as the client may take long to read the reply
+            self.engine.abort(writing.ticket)  # here, as the client may take long to read the reply
 
-    def _end(self, writing: Sequence[Writing]) -> None:
+    def _end(self, answers: Sequence[Writing]) -> None:
         """Abort the answers that still run; count and log each answer."""
-        for one in writing:
-            self.engine.abort(one.ticket)
-            self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
-            self._log(one)
+        for writing in answers:
+            self.engine.abort(writing.ticket)
+            self.metrics.record(writing.ticket.request, writing.answer, time.perf_counter())
+            self._log(writing)
 
-    async def _events(self, writing: Sequence[Writing], form: Form, body: GenerationFields) -> AsyncIterator[str]:
-        for one in writing:
-            for event in form.first(one.index):
+    async def _events(self, answers: Sequence[Writing], form: Form, body: GenerationFields) -> AsyncIterator[str]:
+        for writing in answers:
+            for event in form.first(writing.index):
                 yield event
         try:
-            async for one, pieces, entries in self._merged(writing):
-                logprobs = self._logprobs(body, one, entries)
+            async for writing, pieces, entries in self._merged(answers):
+                logprobs = self._logprobs(body, writing, entries)
                 for piece in pieces or ():
-                    yield form.piece(one.index, piece, logprobs)
+                    yield form.piece(writing.index, piece, logprobs)
                     logprobs = None  # they go with the step's first piece
                 if pieces is None:
-                    extra = one.acceptance if body.return_acceptance else {}
-                    for event in form.ended(one.index, str(one.finish_reason), logprobs, extra):
+                    extra = writing.acceptance if body.return_acceptance else {}
+                    for event in form.ended(writing.index, str(writing.finish_reason), logprobs, extra):
                         yield event
         except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
             yield form.failed(failure(error).body)
@@ -258,24 +256,24 @@ class Completions:
             logger.error("a stream failed by an error of the server", exc_info=error)
             yield form.failed(internal_error(error).body)
             return
-        for event in form.last(self._usage(writing, body.answers)):
+        for event in form.last(self._usage(answers, body.answers)):
             yield event
 
     async def _merged(
-        self, writing: Sequence[Writing]
+        self, answers: Sequence[Writing]
     ) -> AsyncIterator[tuple[Writing, list[Piece] | None, list[TokenLogprob]]]:
         """Yield (answer, new pieces, log-probabilities) of all answers as they arrive. None: the answer ended."""
         ready: asyncio.Queue[tuple[Writing, list[Piece] | None, list[TokenLogprob]] | Exception] = asyncio.Queue()
 
-        async def follow(one: Writing) -> None:
+        async def follow(writing: Writing) -> None:
             try:
-                async for pieces in self._pieces(one):
-                    ready.put_nowait((one, pieces, one.answer.take_logprobs()))
-                ready.put_nowait((one, None, one.answer.take_logprobs()))
+                async for pieces in self._pieces(writing):
+                    ready.put_nowait((writing, pieces, writing.answer.take_logprobs()))
+                ready.put_nowait((writing, None, writing.answer.take_logprobs()))
             except Exception as error:  # whatever it is: without it the stream would wait for ever
                 ready.put_nowait(error)
 
-        tasks = [asyncio.create_task(follow(one)) for one in writing]
+        tasks = [asyncio.create_task(follow(writing)) for writing in answers]
         try:
             left = len(tasks)
             while left:
@@ -288,56 +286,59 @@ class Completions:
             for task in tasks:
                 task.cancel()
 
-    def _logprobs(self, body: GenerationFields, one: Writing, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if body.most_logprobs is None:
+    def _logprobs(
+        self, body: GenerationFields, writing: Writing, entries: Sequence[TokenLogprob]
+    ) -> dict[str, Any] | None:
+        if body.n_logprobs is None:
             return None
         if not isinstance(body, CompletionRequest):
             return self._logprob_form.content(entries) if entries else None
-        request = one.ticket.request
+        request = writing.ticket.request
         prompt = [TokenLogprob(request.prompt_ids[0], 0.0, ()), *request.prompt_logprobs] if body.echo else []
         if not (entries or prompt):
             return None
-        found = self._logprob_form.completion(entries, prompt, one.written)
-        one.written += sum(map(len, found["tokens"]))
-        return found
+        logprobs = self._logprob_form.completion(entries, prompt, writing.sent_characters)
+        writing.sent_characters += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
-    def _echoed(self, body: CompletionRequest, one: Writing) -> str:
+    def _echoed(self, body: CompletionRequest, writing: Writing) -> str:
         """The prompt's text, if the reply begins with it."""
-        prompt = body.prompts[one.index // body.answers]
+        prompt = body.prompts[writing.index // body.answers]
         return "" if not body.echo else prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
 
-    def _usage(self, writing: Sequence[Writing], each: int = 1) -> dict[str, Any]:
+    def _usage(self, answers: Sequence[Writing], each: int = 1) -> dict[str, Any]:
         """`usage` of one reply. each: answers to each prompt."""
-        request = writing[0].ticket.request
+        request = answers[0].ticket.request
         shape = self.served.shape_name if request.speculative else None
         if shape is not None and request.shape is not None:
             shape = f"{request.shape.name} ({request.shape.as_text()})"
-        answers = [(one.answer, list(one.ticket.request.events)) for one in writing]
-        prompts = [one.ticket.request for one in writing[::each]]
-        tokens, cached = (
-            sum(one) for one in zip(*((len(r.prompt_ids), r.cached_tokens) for r in prompts), strict=True)
+        prompts = [writing.ticket.request for writing in answers[::each]]
+        tokens, cached = sum(len(asked.prompt_ids) for asked in prompts), sum(asked.cached_tokens for asked in prompts)
+        used = usage(
+            tokens, [(writing.answer, list(writing.ticket.request.events)) for writing in answers], shape, cached
         )
-        used = usage(tokens, answers, shape, cached)
-        used["completion_tokens_details"]["reasoning_tokens"] = sum(one.reasoning_tokens for one in writing)
+        used["completion_tokens_details"]["reasoning_tokens"] = sum(writing.reasoning_tokens for writing in answers)
         return used
 
-    def _log(self, one: Writing) -> None:
-        used = self._usage([one])
+    def _log(self, writing: Writing) -> None:
+        used = self._usage([writing])
         speculative = used.get("speculative") or {}
         length = speculative.get("accept_length")
         logger.info(
             "%d prompt + %d answer tokens, %s, %.2f s%s",
             used["prompt_tokens"],
             used["completion_tokens"],
-            one.answer.finish_reason or "aborted",
-            time.perf_counter() - one.ticket.request.submitted_at,
+            writing.answer.finish_reason or "aborted",
+            time.perf_counter() - writing.ticket.request.submitted_at,
             f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
         )
 
 
-def _best(writing: Sequence[Writing], body: GenerationFields) -> list[Writing]:
+def _best(answers: Sequence[Writing], body: GenerationFields) -> list[Writing]:
     """The `n` answers of the largest mean log-probability to each prompt, the best first; all of them as they are."""
     if body.answers == body.n:
-        return list(writing)
-    groups = (writing[at : at + body.answers] for at in range(0, len(writing), body.answers))
-    return [one for group in groups for one in sorted(group, key=lambda one: -one.mean_logprob)[: body.n]]
+        return list(answers)
+    groups = (answers[at : at + body.answers] for at in range(0, len(answers), body.answers))
+    return [
+        writing for group in groups for writing in sorted(group, key=lambda writing: -writing.mean_logprob)[: body.n]
+    ]

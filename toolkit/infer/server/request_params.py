@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingError, SamplingParams
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.openai_protocol import GenerationFields
+from toolkit.infer.server.protocol import GenerationFields
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
@@ -21,32 +21,25 @@ NOT_APPLIED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 
 def request_params(body: GenerationFields, defaults: DefaultSampling, room: int) -> SamplingParams:
-    """The settings of the request's first answer. room: tokens left in the context for the answer. Raises ApiError."""
-    try:
-        return SamplingParams(
-            temperature=defaults.temperature if body.temperature is None else body.temperature,
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
-            min_p=defaults.min_p if body.min_p is None else body.min_p,
-            repetition_penalty=(
-                defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
-            ),
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=body.biases,
-            seed=body.seed,
-            max_tokens=room if body.token_limit is None else max(1, body.token_limit),
-            min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
-            stop_ids=body.stop_token_ids,
-            stop=body.stops,
-            logprobs=0 if body.most_logprobs is None and body.answers > body.n else body.most_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            json_schema=body.schema_of_answer,
-            regex=body.regex,
-        )
-    except SamplingError as error:
-        raise wrong_setting(error, body) from error
+    """The settings of the request's first answer. room: tokens left in the context for it. Raises SamplingError."""
+    stated = {one.name: getattr(body, one.name) for one in fields(defaults)}
+    chosen = {name: getattr(defaults, name) if value is None else value for name, value in stated.items()}
+    return SamplingParams(
+        **chosen | {"top_k": max(chosen["top_k"], 0)},
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
+        seed=body.seed,
+        max_tokens=room if body.token_limit is None else max(1, body.token_limit),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        stop_ids=body.stop_token_ids,
+        stop=body.stops,
+        logprobs=0 if body.n_logprobs is None and body.answers > body.n else body.n_logprobs,
+        prompt_logprobs=body.n_prompt_logprobs,
+        json_schema=body.schema_of_answer,
+        regex=body.regex,
+    )
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
@@ -79,7 +72,8 @@ class DefaultSampling:
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
         """Read the target's generation config. Log a warning for settings that the engine does not apply or take."""
-        stated = _stated(target)
+        config: Any = getattr(target.model, "generation_config", None)
+        stated: dict[str, Any] = {} if config is None else config.to_diff_dict()
         for name, neutral in NOT_APPLIED.items():
             if stated.get(name) not in (None, neutral):
                 logger.warning(
@@ -119,8 +113,3 @@ def _as_meant(name: str, value: Any) -> Any:
     if name == "top_k" and value == value // 1:
         return max(0, int(value))
     return 0.0 if name == "temperature" and 0 <= value < LEAST_TEMPERATURE else value
-
-
-def _stated(target: Target) -> dict[str, Any]:
-    config: Any = getattr(target.model, "generation_config", None)
-    return {} if config is None else config.to_diff_dict()

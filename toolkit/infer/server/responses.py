@@ -17,13 +17,12 @@ from pydantic import Field
 from toolkit.chat_rows import short
 from toolkit.infer.request.chat_prompt import ANY
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.message_protocol import JsonObject, Strict, Text
-from toolkit.infer.server.openai_protocol import ChatRequest
+from toolkit.infer.server.protocol import LABELS, ChatRequest, JsonObject, Strict, Text
 from toolkit.infer.server.tool_calls import Piece
 
 # Field -> neutral values, see Strict.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), (ANY,)),
+    **dict.fromkeys(LABELS, (ANY,)),
     **dict.fromkeys(("store", "background"), (False,)),
     "reasoning": ({},),
     "truncation": ("disabled",),

@@ -13,7 +13,7 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 KEY_VARIABLE = "TOOLKIT_API_KEY"
-MOST_ANSWERS = 128  # OpenAI's limit of `n`
+MAX_ANSWERS = 128  # OpenAI's limit of `n`
 
 
 class ServerSettingsError(ValueError):
@@ -43,7 +43,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = 16 * 2**20
-    max_n: int = MOST_ANSWERS
+    max_n: int = MAX_ANSWERS
     max_queued_requests: int = 1024
     request_timeout_s: float | None = None
     drain_timeout_s: float = 20.0
@@ -56,8 +56,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value < least:
                 raise ServerSettingsError(f"{_flag(name)} is {value:g}; at least {least} is needed")
-        if self.max_n > MOST_ANSWERS:
-            raise ServerSettingsError(f"{_flag('max_n')} is {self.max_n}; at most {MOST_ANSWERS} is possible")
+        if self.max_n > MAX_ANSWERS:
+            raise ServerSettingsError(f"{_flag('max_n')} is {self.max_n}; at most {MAX_ANSWERS} is possible")
         for name in ("request_timeout_s", "watchdog_timeout_s", "body_timeout_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:

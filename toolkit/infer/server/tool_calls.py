@@ -90,9 +90,9 @@ class SteppedParser:
 
         Whitespace before a mark, or before what may become one, is held; it is dropped when the mark comes.
         """
-        found = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-        if found:
-            at, _, mark = min(found)
+        places = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        if places:
+            at, _, mark = min(places)
             text, self._text = self._text[:at], self._text[at + len(mark) :]
             return text.rstrip(), mark
         if self._ended:

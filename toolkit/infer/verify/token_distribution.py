@@ -32,9 +32,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.reference import GOLDEN
-from toolkit.infer.kernels.reference import mix
-from toolkit.infer.kernels.reference import widths_for
+from toolkit.infer.kernels.reference import GOLDEN, mix, widths_for
 from toolkit.infer.request.draft_tree import upload
 from toolkit.infer.request.params import SamplingParams
 
@@ -101,28 +99,11 @@ class RowDistributions:
         scaled = (logits.float() / self.temperature[:, None, None]).flatten(0, 1)
         if not self.cut:
             return torch.softmax(scaled, dim=-1)
-<<<<<<< HEAD
         top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self.top_k, self.top_p, self.min_p))
         known = self.largest_k is not None
         widths = widths_for(size, self.largest_k or 0, self.uncapped, logits.device) if known else (size,)
         floor = ops_for(logits.device.type).least_kept(scaled, top_k, top_p, min_p, widths)
         return torch.softmax(scaled, dim=-1).masked_fill(scaled < floor, 0.0)
-=======
-        top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self._top_k, self._top_p, self._min_p))
-        return weights_left(scaled, top_k, top_p, min_p, self._widths(size, logits.device))
-
-    def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
-        return widths_for(size, self._largest_k, self._open, device)
-
-
-def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
-    """Returns the softmax with 0 where a token is cut, [M, V] fp32, not normalised again.
-
-    The arguments are those of `reference.least_kept`.
-    """
-    floor = ops_for(logits.device.type).least_kept(logits, top_k, top_p, min_p, widths)
-    return torch.softmax(logits, dim=-1).masked_fill(logits < floor, 0.0)
->>>>>>> wcache
 
 
 def draw_from(weights: Tensor, u: Tensor) -> Tensor:

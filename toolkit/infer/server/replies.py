@@ -1,4 +1,4 @@
-"""Replies of /v1/chat/completions and /v1/completions: their JSON, whole and streamed, and their transport.
+"""What is sent: answers while the engine writes them, their JSON in chats and completions, and the transport.
 
 Log-probabilities have the exact bytes of every token. A client may disconnect before the reply is complete.
 """
@@ -11,43 +11,76 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from toolkit.infer.request.request import TokenLogprob
+from toolkit.infer.engine.engine_thread import Ticket
+from toolkit.infer.load.answer import Answer, acceptance_details
+from toolkit.infer.request.request import TokenLogprob, Update
+from toolkit.infer.server.answer_parser import AnswerParser
 from toolkit.infer.server.tool_calls import Kind, Piece
 
 T = TypeVar("T")
 
 
-class Form(Protocol):
-    """The JSON of one kind of reply, whole and streamed; see ReplyForm."""
+@dataclass
+class Writing:
+    """One of a request's n answers while it is generated. sent_characters: whose log-probabilities have been sent."""
 
-    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]: ...
+    index: int
+    ticket: Ticket
+    answer: Answer
+    parser: AnswerParser
+    min_tokens: int = 0
+    reasoning_tokens: int = 0
+    sent_characters: int = 0
 
-    def choice(
-        self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]: ...
+    @property
+    def mean_logprob(self) -> float:
+        """Of the answer's tokens, which were asked for."""
+        entries = self.ticket.request.logprobs[: self.answer.n_tokens]
+        return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
-    def first(self, index: int) -> list[str]: ...
+    def read(self, update: Update) -> list[Piece]:
+        """Add an update. Returns the new pieces that can be shown."""
+        if self.parser.is_plain:
+            text = self.answer.feed(update)
+            return [Piece("content", text)] if text else []
+        pieces: list[Piece] = []
+        for one in update.singly():
+            text = self.answer.feed(one)
+            pieces += self.parser.push(text, searched=self.answer.n_tokens > self.min_tokens)
+            self.reasoning_tokens += self.parser.thinking and len(one.token_ids)  # none: the end comes by itself
+            if self.parser.done:
+                self.answer.finish_reason = "stop"
+                return pieces
+            if self.answer.finish_reason is not None:
+                return pieces + self.parser.finish(cut=self.answer.finish_reason != "stop")
+        return pieces
 
-    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> str: ...
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's: "tool_calls" for a complete answer with calls."""
+        called = self.answer.finish_reason == "stop" and self.parser.n_calls > 0
+        return "tool_calls" if called else self.answer.finish_reason
 
-    def ended(
-        self, index: int, finish_reason: str, logprobs: dict[str, Any] | None, extra: dict[str, Any]
-    ) -> list[str]: ...
+    @property
+    def token_ids(self) -> dict[str, list[int]]:
+        """The fields of `return_token_ids`. The ids of the answer include the stop id that ended it."""
+        request = self.ticket.request
+        return {"prompt_token_ids": request.prompt_ids, "token_ids": request.output_ids[: self.answer.n_tokens]}
 
-    def last(self, usage: dict[str, Any]) -> list[str]: ...
+    @property
+    def acceptance(self) -> dict[str, Any]:
+        """The field of `return_acceptance`."""
+        return {"acceptance": acceptance_details(self.ticket.request, self.answer.n_tokens)}
 
-    def failed(self, body: dict[str, Any]) -> str: ...
 
-
-@dataclass(frozen=True)
 class ReplyForm:
     """Identity and JSON form of one reply.
 
@@ -56,20 +89,20 @@ class ReplyForm:
     `choices[].logprobs`, None if the client did not ask for them.
     """
 
-    model: str
-    fingerprint: str
-    chat: bool
-    with_usage: bool
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}")
+    def __init__(self, model: str, fingerprint: str, chat: bool, with_usage: bool) -> None:
+        self.chat, self.with_usage = chat, with_usage
+        self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
-        head = self._head("chat.completion" if self.chat else "text_completion")
-        return {**head, "choices": list(choices), "usage": usage}
+        return {**self._head, "choices": list(choices), "usage": usage}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], finish_reason: str, logprobs: dict[str, Any] | None
@@ -94,16 +127,11 @@ class ReplyForm:
 
     def last(self, usage: dict[str, Any]) -> list[str]:
         """Events that end a stream."""
-        used = [sse({**self._head(self._chunk_object), "choices": [], "usage": usage})] if self.with_usage else []
-        return [*used, "data: [DONE]\n\n"]
+        return [*([self._chunk([], usage)] if self.with_usage else []), "data: [DONE]\n\n"]
 
     def failed(self, body: dict[str, Any]) -> str:
         """The last event of a stream whose answer failed; body: as of a reply with an error's status."""
         return sse(body)
-
-    @property
-    def _chunk_object(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _event(
         self,
@@ -113,19 +141,12 @@ class ReplyForm:
         logprobs: dict[str, Any] | None,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        content = {"delta": delta} if self.chat else {"text": delta}
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
-        body = {**self._head(self._chunk_object), "choices": [choice]}
-        return sse({**body, "usage": None} if self.with_usage else body)
+        choice = {"index": index, "delta" if self.chat else "text": delta, "logprobs": logprobs}
+        return self._chunk([{**choice, "finish_reason": finish_reason, **(extra or {})}])
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        used = {"usage": usage} if self.with_usage else {}
+        return sse({**self._head, "object": self._chunk_object, "choices": choices, **used})
 
 
 def joined(pieces: Sequence[Piece], kind: Kind) -> str:
