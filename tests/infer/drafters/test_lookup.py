@@ -208,7 +208,7 @@ def plain(small_target) -> list[list[int]]:
 )
 def test_no_token_changes(small_target, build, plain, name, shape, batch, adaptive):
     """fp32, exact, greedy and sampled; over 24 tokens matches are frequent."""
-    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": adaptive}
+    options = {"lookup": True, "max_running_requests": batch, "adaptive": adaptive}
     engine = Engine(small_target, build(name), DraftShape.parse(shape), **options)
     some = slice(None) if batch > 1 else slice(0, 6)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
@@ -225,7 +225,7 @@ def test_both_draft_in_one_batch(small_target, build, shape, monkeypatch):
         return with_chains(tree, roots, drafts)
 
     monkeypatch.setattr(lookup_module, "with_chains", noted)
-    engine = Engine(small_target, build("eagle3"), DraftShape.parse(shape), lookup=Lookup(), max_running_requests=4)
+    engine = Engine(small_target, build("eagle3"), DraftShape.parse(shape), lookup=True, max_running_requests=4)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in REPEATED]
     answers = finished(engine, requests)
@@ -235,7 +235,7 @@ def test_both_draft_in_one_batch(small_target, build, shape, monkeypatch):
 
 def test_preempted_and_moved_rows_stay_exact(small_target, build):
     """Little memory: requests lose their pages and begin again; short ones end and rows move."""
-    options = {"lookup": Lookup(), "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
+    options = {"lookup": True, "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
     engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), context_length=150, **options)
     params = [SamplingParams(max_tokens=50 + 13 * (i % 3), ignore_eos=True) for i in range(8)]
     prompts = [REPEATED[i % 4] + [i + 1] for i in range(8)]
@@ -302,7 +302,7 @@ def test_a_batch_keeps_the_head_for_rows_without_a_match():
 
 
 def test_texts_of_ended_requests_are_freed(small_target, small_draft):
-    engine = Engine(small_target, small_draft, DraftShape.chain(3), lookup=Lookup(), max_running_requests=4)
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), lookup=True, max_running_requests=4)
     engine.generate(REPEATED, SamplingParams(max_tokens=8, ignore_eos=True))
     engine.close()
     gc.collect()
@@ -321,7 +321,7 @@ def test_one_slow_round_does_not_end_lookup():
 def test_texts_are_searched_less_where_lookup_never_drafts(small_target, small_draft, monkeypatch, batch, searched):
     """With several rows, each round's search would be a cost of plain decoding. A later one reads all tokens since, and
     finds what it would have found; once lookup drafts, every round is searched again."""
-    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": True}
+    options = {"lookup": True, "max_running_requests": batch, "adaptive": True}
     engine = Engine(small_target, small_draft, DraftShape.chain(3), **options)
     chooser = ScriptedChoice([None] * 40 + [LookupArm(None, 1)] + [None] * 9)
     engine.drafter.chooser, chooser.depths = chooser, [1] * batch

@@ -5,8 +5,8 @@ its layer (Mistral, Qwen2, Qwen3).
     norm | gate, up in one product, silu(gate) * up                 |             product + residual
 
 transformers runs some thirty operations for a layer, six of them for a norm, in bf16 eight. A class of norms is
-recognised by what it computes: `reference.rms_norm` in one of its forms, to the bit, on random numbers. A fused layer is
-some Triton kernels on a GPU; on a CPU it is one native call, or two around an attention of many tokens, for packed
+recognised by what it computes: `reference.rms_norm` in one of its forms, to the bit, on random numbers. A fused layer
+is some Triton kernels on a GPU; on a CPU it is one native call, or two around an attention of many tokens, for packed
 bfloat16 or int8 weights. A layer is recognised by its class, its parts and what it computes: one layer of each class
 must give the same numbers fused (on a GPU a float32 copy of it). Layers of other families run as they are; some have
 Llama's parts and differ by layer or position (SmolLM3, Ministral 3, GLM-4.5).
