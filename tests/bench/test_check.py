@@ -78,7 +78,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     cut = most_even_distribution(target, prompts, stages=1).prompt
-    batches = [written_by(target, prompts), written_by(target, [cut] * 16, temperature=1.0, top_k=4, ignore_eos=True)]
+    batches = [written_by(target, prompts), written_by(target, [cut] * 32, temperature=1.0, top_k=4, ignore_eos=True)]
     counts = sum(torch.bincount(batch.input_ids[batch.response], minlength=target.vocab_size) for batch in batches)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
     token_map = build_token_map(counts, size=SIZE, forced_ids=forced)
@@ -89,7 +89,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     side.features = cache(side.features)
     model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for batch in 20 * batches:
+    for batch in 25 * batches:
         loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
