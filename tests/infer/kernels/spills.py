@@ -2,10 +2,8 @@
 
     python spills.py 90           typical models and sizes of trees, for sm_90
     python spills.py 90 dots      of these the kernels of attention, whose tiles grow with heads
-    python spills.py 90 every     all of them (ten minutes)
 
 Prints one JSON object a line for each variant of a kernel: what it was launched for, its tile, and what ptxas says.
-`python spills.py 90 typical table` prints those that spill as a table.
 """
 
 from __future__ import annotations
@@ -43,15 +41,11 @@ def noted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
 
 KERNELS = {name: op for name, op in vars(triton_ops()).items() if callable(op)}
 OPS = replace(triton_ops(), **{name: noted(name, op) for name, op in KERNELS.items()})
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 # Key heads, query heads of each, head dim.
-MODELS = {
-    "SmolLM2-135M": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128), "Gemma-2-9B": (8, 2, 256), "Llama-3.2-1B": (8, 4, 64),
-    "gpt-oss-20b": (8, 8, 64), "Qwen3-30B-A3B": (4, 8, 128), "Gemma-3-1B": (1, 4, 256),
-}  # fmt: skip
-# Of a tree and new tokens of a prompt: of the typical ones a full tile of each head dim, and the small tiles of one.
-TYPICAL = {"SmolLM2-135M": ((32,), (512,)), "Llama-3.1-8B": ((1, 8, 32), (1, 512)), "Gemma-2-9B": ((32,), (512,))}
-EVERY = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64, 512)
+MODELS = {"SmolLM2-135M": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128), "Gemma-2-9B": (8, 2, 256)}
+# Of a tree and new tokens of a prompt: a full tile of each head dim, and the small tiles of one.
+SIZES = {"SmolLM2-135M": ((32,), (512,)), "Llama-3.1-8B": ((1, 8, 32), (1, 512)), "Gemma-2-9B": ((32,), (512,))}
 MOST_PROGRAMS = 65535  # of CUDA in the second and third dimension of a grid
 CONSTANTS = ("rows", "block", "wide", "value_wide", "lanes", "parts_wide", "num_warps", "num_stages")
 
@@ -151,50 +145,49 @@ def fused_layer(rows: int, dtype: torch.dtype) -> None:
     OPS.rotate_joined(joined, turn, turn, (32, 8), None, pages, there(1), 0)
 
 
-def attention_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def attention_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, dtype and launches."""
-    for model in MODELS if every else TYPICAL:
-        heads, (trees_of, prompts) = MODELS[model], EVERY if every else TYPICAL[model]
-        for name, dtype in {"bf16": BF16, "fp32": FP32, **({"fp16": FP16} if every else {})}.items():
+    for model, heads in MODELS.items():
+        trees_of, prompts = SIZES[model]
+        for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
             for nodes in trees_of:
                 yield f"{model}, {nodes} nodes", name, partial(tree, heads, dtype, nodes)
             for new in prompts:
                 yield f"{model}, {new} new", name, partial(causal, heads, dtype, new)
             for nodes in (1, 32):
                 yield f"{model}, {nodes} paths", name, partial(in_order, heads, dtype, nodes)
-            if every or heads[2] > 64:
+            if heads[2] > 64:
                 yield f"{model}, training", name, partial(training, heads, dtype)
-            if every or model == "Llama-3.1-8B":
+            if model == "Llama-3.1-8B":
                 yield f"{model}, window and soft cap", name, partial(windows, heads, dtype)
                 yield f"{model}, one row of 131072", name, partial(tree, heads, dtype, 1, 1, 131072)
                 yield f"{model}, 16384 rows", name, partial(tree, heads, dtype, 1, 16384)
 
 
-def other_cases(every: bool) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def other_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
         for size in (4096, 14336, 128256):
             yield f"product of 4096 by {size}", name, partial(product, 4096, size, dtype)
         yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
         yield "a fused layer of Llama-3.1-8B", name, partial(fused_layer, 4, dtype)
-    for k, steps, nodes in ((3, 3, 8), (8, 7, 32), (10, 7, 64))[0 if every else 1 :]:
+    for k, steps, nodes in ((8, 7, 32), (10, 7, 64)):
         yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
     yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
-    for vocabulary in (32000, 262144, 128256)[0 if every else 2 :]:
-        cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
-        yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
-        yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
-        for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
-            logits = there(4, vocabulary, dtype=dtype)
-            yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
-            yield f"best 10 of {vocabulary}", name, partial(OPS.top_log_probs, logits, 10)
-            yield f"loss over {vocabulary}", name, partial(losses, vocabulary, dtype)
+    vocabulary = 128256
+    cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
+    yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
+    yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
+    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        logits = there(4, vocabulary, dtype=dtype)
+        yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
+        yield f"best 10 of {vocabulary}", name, partial(OPS.top_log_probs, logits, 10)
+        yield f"loss over {vocabulary}", name, partial(losses, vocabulary, dtype)
 
 
-def found(capability: int, which: str) -> Iterator[dict[str, Any]]:
+def found(capability: int, dots: bool) -> Iterator[dict[str, Any]]:
     """Each variant once: what it was launched for, its tile, and what ptxas says."""
     done: set[str] = set()
-    others = [] if which == "dots" else other_cases(which == "every")
-    for case, dtype, run in (*attention_cases(which == "every"), *others):
+    for case, dtype, run in (*attention_cases(), *([] if dots else other_cases())):
         launches.clear()
         run()
         for launch in launches:
@@ -207,21 +200,9 @@ def found(capability: int, which: str) -> Iterator[dict[str, Any]]:
             tile = {name: constants[name] for name in CONSTANTS if name in constants}
             named = {"kernel": one.kernel.__name__, "dtype": dtype, "case": case, "tile": tile}
             yield named | asdict(compile_variant(one, capability))
-    assert which == "dots" or launched == KERNELS.keys(), f"no case for {', '.join(KERNELS.keys() - launched)}"
-
-
-def main(capability: int, which: str = "typical", form: str = "lines") -> None:
-    if form == "lines":
-        for one in found(capability, which):
-            print(json.dumps(one), flush=True)
-        return
-    every = list(found(capability, which))
-    print(f"{len(every)} variants for sm_{capability}, of which spill:\n")
-    print("| kernel | dtype | shape | bytes a thread spills | registers |\n|---|---|---|---|---|")
-    for one in every:
-        if one["spilled"]:
-            print(f"| `{one['kernel']}` | {one['dtype']} | {one['case']} | {one['spilled']} | {one['registers']} |")
+    assert dots or launched == KERNELS.keys(), f"no case for {', '.join(KERNELS.keys() - launched)}"
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    for one in found(int(sys.argv[1]), dots="dots" in sys.argv):
+        print(json.dumps(one), flush=True)

@@ -55,9 +55,9 @@ def _attend_paths(
     acc = tl.zeros((rows, value_wide), tl.float32)
     for position in range(first, end, block):
         at = position + tl.arange(0, block)
-        inside, number = at < end, at - length
-        node = tl.load(path + number, mask=inside & (number >= 0), other=0).to(tl.int32)
-        place = tl.where(number < 0, at, length + node)
+        inside, node_number = at < end, at - length
+        node = tl.load(path + node_number, mask=inside & (node_number >= 0), other=0).to(tl.int32)
+        place = tl.where(node_number < 0, at, length + node)
         allowed = at[None, :] <= stands[:, None]
         if window is not None:
             allowed = allowed & (stands[:, None] - at[None, :] < window)
