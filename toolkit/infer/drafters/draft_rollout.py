@@ -38,7 +38,7 @@ outside of the grammar to -inf (`DraftMasks`), so that few drafts are cut afterw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -323,7 +323,7 @@ def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.devic
     return upload([[k if level < depth else 0 for depth, k in own] for level in range(steps)], device)
 
 
-@lru_cache(maxsize=4096)  # keeps the tensor alive: a recorded round reads it
+@cache  # keeps the tensor alive: a recorded round reads it
 def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
     """Returns the level of every candidate, [C] in level order."""
     k = shape.top_k
