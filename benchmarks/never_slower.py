@@ -37,7 +37,7 @@ from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
 
     def build(drafts: bool, adaptive: bool = False) -> Engine:
         """As load_engine does it, with a head that is in no directory."""
-        target, draft = load_target(args.target, dtype=args.dtype), None
+        target, draft = read_target(args.target, dtype=args.dtype), None
         if drafts:
             unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else load_draft(name)
             draft = fit_draft(unfitted, target)

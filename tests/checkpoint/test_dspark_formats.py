@@ -271,10 +271,10 @@ def test_speculators_default_of_the_first_place_is_doubted(publish):
 REFUSED = [
     ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "a sliding window"),
     ({"dflash_config": {"causal": True}}, "causal is True"),
-    ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "biases in its attention"),
+    ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "unexpected: layers.0.self_attn.q_proj.bias"),
     ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
     ({"architectures": ["Gemma4DSparkModel"]}, "another architecture than Qwen3's"),
-    ({"layers.0.self_attn.q_norm.weight": None}, "lacks layers.0.self_attn.q_norm.weight"),
+    ({"layers.0.self_attn.q_norm.weight": None}, "missing: layers.0.self_attn.q_norm.weight"),
     ({"mask_token_id": None}, "states no mask_token_id"),
     ({"target_layer_ids": None}, "states no layers of the target"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "are different layers"),

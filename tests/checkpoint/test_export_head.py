@@ -326,15 +326,6 @@ def test_warnings_are_in_the_card(make_eagle3, publish, tiny_facts, tmp_path):
         assert any(says in note for note in notes) and says in card, says
 
 
-def test_another_revision_of_the_target(tiny_draft, tiny_facts, tmp_path):
-    stated = {"target": {"name": tiny_facts.name, "revision": "a"}}
-    draft = DraftCheckpoint(tiny_draft.head, tiny_draft.token_map, stated)
-    for revision, told in (("b", True), ("a", False)):
-        facts = dataclasses.replace(tiny_facts, revision=revision)
-        _, notes = export(draft, "vllm", tmp_path / revision, facts, CHAIN)
-        assert any(f"@a as its target, but the revision given is {revision}" in note for note in notes) == told
-
-
 def test_a_head_that_is_not_finite(make_eagle3, tiny_draft, tiny_facts, tmp_path):
     """NaN is not equal to itself: the reading back would blame the exporter."""
     head = make_eagle3()

@@ -18,7 +18,6 @@ from toolkit.checkpoint.inspect_path import inspect_path
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
 from toolkit.cli import main
-from toolkit.errors import TargetError
 from toolkit.targets.facts import target_facts
 from toolkit.weights import WeightsError, load_tensors
 
@@ -198,7 +197,3 @@ class TestVocabulary:
         found = {name: value for name, value, *_ in vocabulary_of(wider)}
         assert found["tokenizer.ggml.tokens"][-1] == f"[PAD{tiny_facts.vocab_size + 1}]"
         assert found["tokenizer.ggml.token_type"][-3:] == [1, 5, 5] and found["tokenizer.ggml.merges"]
-
-    def test_more_tokens_than_rows(self, tiny_facts):
-        with pytest.raises(TargetError, match="with at most 10 tokens is. Give the target's GGUF file"):
-            vocabulary_of(dataclasses.replace(tiny_facts, vocab_size=10))

@@ -190,13 +190,13 @@ def broken(**changes):
 
 
 REFUSED = [
-    ({"lm_head.weight": None}, "missing: lm_head.weight. An EAGLE-3 head needs its own output matrix"),
+    ({"lm_head.weight": None}, "missing: lm_head.weight"),
     ({"midlayer.mlp.up_proj.weight": None}, "missing: midlayer.mlp.up_proj.weight"),
     ({"midlayer.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected: midlayer.self_attn.o_proj.bias"),
     ({"midlayer.mlp.up_proj.weight": torch.zeros(3, 4)}, "wrong shape: midlayer.mlp.up_proj.weight"),
     ({"d2t": None}, "missing: d2t. The draft vocabulary has 160 of"),
     ({"d2t": torch.zeros(160, dtype=torch.int64)}, "do not describe the same draft vocabulary"),
-    ({"fc.weight": torch.zeros(64, 128)}, "3 auxiliary layers of 64 are 192"),
+    ({"fc.weight": torch.zeros(64, 128)}, "wrong shape: fc.weight (64, 128) (expected (64, 192))"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"fc_norm": True}, "missing: fc_norm.0.weight"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import TargetError
 from toolkit.targets.features import AuxCapture, check_packing, target_features
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 
 SMALL = {
@@ -91,7 +91,7 @@ def test_each_family_loads_from_a_directory(family, tiny_target, tmp_path, sampl
     model = random_model(family, tiny_target.vocab_size, **FAMILIES[family]).eval()
     model.save_pretrained(tmp_path)
     tiny_target.tokenizer.save_pretrained(tmp_path)
-    target = load_target(tmp_path)
+    target = read_target(tmp_path)
     assert torch.equal(target.model(sample_ids).logits, model(sample_ids).logits)
 
 

@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.targets.features import AuxCapture, target_features
-from toolkit.targets.load import layer_bytes, load_target, load_tokenizer, shard_layers, unsharded
+from toolkit.targets.load import layer_bytes, load_tokenizer, read_target, shard_layers, unsharded
 from toolkit.targets.target import Target
 from toolkit.train import offline_features as offline
 from toolkit.train.training_data import Data
@@ -46,7 +46,7 @@ def own_storages(target: Target) -> list[StorageWeakRef]:
 def pair(directory: str, kind: str) -> list[Target]:
     """The target twice, or a mixture of experts with its tokenizer."""
     if kind != "experts":
-        return [load_target(directory, dtype=kind) for _ in range(2)]
+        return [read_target(directory, dtype=kind) for _ in range(2)]
     tokenizer, made = load_tokenizer(directory), []
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}

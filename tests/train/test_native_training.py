@@ -25,7 +25,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.facts import target_facts
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import native_head, plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
@@ -47,7 +47,7 @@ def targets(tiny_target, tmp_path_factory):
         if family not in known:
             directory = tmp_path_factory.mktemp("native") / family
             write_native_target(directory, family, tiny_target.tokenizer, agreeing=True)
-            known[family] = load_target(directory)
+            known[family] = read_target(directory)
         return known[family]
 
     return make
@@ -115,7 +115,7 @@ def test_a_tuned_module_drafts_what_training_forecasts(family, targets, tmp_path
     assert replayed_steps(model, side, [batch], STEPS) == served
     side.capture.remove()
     stitch(draft, target_facts(target.name), tmp_path / "copy", Shape(STEPS, 1, STEPS + 1))
-    copy = load_target(tmp_path / "copy")
+    copy = read_target(tmp_path / "copy")
     assert accepted(copy, load_native(copy, *native_of(copy))) == served
 
 
@@ -160,7 +160,7 @@ def test_the_weights_of_mtp_steps_sum_to_one():
 def test_what_has_no_module_is_refused(tiny_target, tiny_target_directory, targets):
     """With the key that helps."""
     with pytest.raises(TargetError, match="has no MTP module.*train.head.init=target"):
-        planned(load_target(tiny_target_directory), NATIVE)
+        planned(read_target(tiny_target_directory), NATIVE)
     with pytest.raises(TargetError, match="train.head.layers = 2, but the MTP module of .* has 1"):
         planned(targets("mimo"), HeadSettings(kind="mtp", init="native", layers=2))
     with pytest.raises(RecipeError, match="train.head.init"):
@@ -193,7 +193,7 @@ def test_the_training_command_goes_on_from_a_native_module_and_from_a_state(tiny
     assert "starts from the target's own MTP module" in trained()
     run = tmp_path / "runs" / "smollm2-135m-mtp"
     saved = load_draft(run / "ckpt")
-    native = load_native(load_target(tmp_path / family), *native_of(load_target(tmp_path / family)))
+    native = load_native(read_target(tmp_path / family), *native_of(read_target(tmp_path / family)))
     assert saved.head.config == native.head.config and saved.meta["training"]["head"]["init"] == "native"
     assert any(not torch.equal(one, native.head.state_dict()[name]) for name, one in saved.head.state_dict().items())
     # A training that was killed after two of the four steps goes on to the same head.

@@ -25,7 +25,7 @@ from toolkit.checkpoint.formats import (
     refuse_unless,
     renamed,
 )
-from toolkit.errors import DraftDirError, ExportError
+from toolkit.errors import ExportError
 from toolkit.heads.eagle2 import Eagle2Config
 from toolkit.targets.facts import TargetFacts, is_sharded
 from toolkit.tokenmap.token_map import TokenMap
@@ -51,10 +51,6 @@ def import_eagle2(
     tensors, embedding = renamed(stored, plain_name, ("lm_head.weight",), resolver)
     shapes = layer_settings(config, tensors, "layers.0.", resolver)
     refuse_unless(config, "draft_vocab_size", config["vocab_size"])
-    if "layers.0.input_layernorm.weight" in tensors:
-        raise DraftDirError(
-            "its first layer has an input_layernorm (speculators' variant `layernorms`), which is not supported"
-        )
     switches: dict[str, Any] = {name: tensor in tensors for name, (tensor, _) in SWITCHES.items()}
     bias = switches["fc_bias"]
     if bool(config.get("bias", bias)) != bias:

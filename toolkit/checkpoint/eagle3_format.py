@@ -115,16 +115,11 @@ def import_eagle3(
     for key, value in FIXED.items():
         refuse_unless(nested, key, value)
     tensors, embedding = renamed(stored, _our_name, TARGETS_OWN, resolver)
-    if "lm_head.weight" not in tensors:
-        raise WeightsError("missing: lm_head.weight. An EAGLE-3 head needs its own output matrix: export it again")
-    if layer.get("tie_word_embeddings"):
-        rule = "not read: the checkpoint's own lm_head scores the tokens"
-        resolver.note("tie_word_embeddings", True, rule, warning=True)
     shapes = layer_settings(layer, tensors, "midlayer.", resolver)
     width = target_width(config, shapes)
     token_map = read_token_map(config, shapes["vocab_size"], tensors, resolver)
     ids = _aux_layer_ids(config, resolver, facts)
-    check_aux_layers(ids, tensors, width, facts)
+    check_aux_layers(ids, facts)
     variants: dict[str, Any] = {
         **_by_tensor(config, tensors, speculators, resolver),
         **_by_key(config, speculators, resolver),
@@ -146,11 +141,6 @@ def _our_name(name: str) -> str:
 
 def _layers(layer: Mapping[str, Any], stored: Iterable[str], tensors: Tensors, resolver: Resolver) -> int:
     """Decoder layers, by the weights. Raises `DraftDirError` where the config states others and may be right."""
-    if any(name.startswith("additional_layers.") for name in tensors):
-        raise DraftDirError(
-            "it has additional_layers, SGLang's own form of further layers, in which the first layer's residual is "
-            "missing; only the form of speculators and vLLM is supported (layers.1, layers.2, ..)"
-        )
     found, stated = 1 + count_layers(tensors, None), layer.get("num_hidden_layers")
     if stated in (None, found):
         return found
