@@ -273,7 +273,7 @@ REFUSED = [
     ({"dflash_config": {"causal": True}}, "causal is True"),
     ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "unexpected: layers.0.self_attn.q_proj.bias"),
     ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
-    ({"architectures": ["Gemma4DSparkModel"]}, "another architecture than Qwen3's"),
+    ({"architectures": ["Gemma4DSparkModel"]}, "a drafter of another kind: architectures ['Gemma4DSparkModel']"),
     ({"layers.0.self_attn.q_norm.weight": None}, "missing: layers.0.self_attn.q_norm.weight"),
     ({"mask_token_id": None}, "states no mask_token_id"),
     ({"target_layer_ids": None}, "states no layers of the target"),

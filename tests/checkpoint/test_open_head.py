@@ -263,7 +263,7 @@ def test_a_sliding_window_is_served_where_it_is_stated(make_eagle3, publish, tar
 def test_other_heads_and_models_are_named(make_eagle3, publish, target, tiny_target_directory):
     """An unknown kind must not be half read."""
     peagle = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="peagle"))
-    with pytest.raises(DraftDirError, match="it is P-EAGLE"):
+    with pytest.raises(DraftDirError, match="of speculators_model_type 'peagle'"):
         open_head(peagle, target=target)
     with pytest.raises(DraftDirError, match="whole language model .* use it as `target`"):
         open_head(tiny_target_directory)
