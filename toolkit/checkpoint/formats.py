@@ -332,6 +332,11 @@ class Exported:
     notes: list[str] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
 
+    def add(self, name: str, tensor: torch.Tensor, why: str) -> None:
+        """Add a tensor that is not the head's own, and a note."""
+        self.tensors, self.added = {**self.tensors, name: tensor}, {**self.added, name: tensor}
+        self.notes.append(f"{name} {why}")
+
 
 # (head, its config as it is written, facts of the target, length of a chain) -> what is written.
 Builder = Callable[[DraftCheckpoint, Any, TargetFacts, int], Exported]
