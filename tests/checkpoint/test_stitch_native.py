@@ -69,9 +69,10 @@ def hashes(directory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in ("deepseek", "mimo") else pytest.mark.slow) for one in FAMILIES]
-)
+SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in ("ernie", "qwen3-next") if one in FAMILIES]
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mimo", *SLOW])
 def test_a_copy_drafts_what_the_draft_directory_drafted(family, tuned, tmp_path, capsys):
     """Every accepted draft is the same; the target's own tensors are bit for bit what they were, and its logits."""
     directory, draft = tuned(family)
