@@ -56,7 +56,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.gguf_file import DEMO_NAME
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.warm_start import initialise_from_target
@@ -105,10 +105,10 @@ class Subject:
 
 
 def demo_subject(name: str | None, draft: Path | None, device: torch.device) -> Subject:
-    """Raises what load_draft and load_target raise."""
+    """Raises what load_draft and read_target raise."""
     head = None if draft is None else load_draft(draft)
     asked, revision = (name or DEMO_NAME, None) if name or head is None else stated_target(head)
-    target = load_target(asked, revision=revision, device=device)
+    target = read_target(asked, revision=revision, device=device)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in builtin_prompts()]
     if head is None:
         said = "initialised from the target, not trained"

@@ -36,7 +36,7 @@ from toolkit.infer.load.load_draft import fit_draft, load_draft
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, summarise
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -166,7 +166,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
 
     def build(drafts: bool, adaptive: bool = False) -> Engine:
         """As load_engine does it, with a head that is in no directory."""
-        target, draft = load_target(args.target, dtype=args.dtype), None
+        target, draft = read_target(args.target, dtype=args.dtype), None
         if drafts:
             unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else load_draft(name)
             draft = fit_draft(unfitted, target)

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from toolkit import LLM, SamplingParams
 from toolkit.checkpoint.open_head import open_head
 from toolkit.data.batches import Example, collate
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 from toolkit.train.head_adapter import HeadAdapter
 
@@ -118,7 +118,7 @@ def main() -> None:
     if not Path(args.draft).is_dir():
         sys.exit(f"no draft head in {args.draft}; make one: toolkit run recipes/smollm2-135m.yaml")
 
-    policy, draft = load_target(args.target, dtype="float32"), open_head(args.draft, target=args.target)
+    policy, draft = read_target(args.target, dtype="float32"), open_head(args.draft, target=args.target)
     trained = list(policy.layers[-10:].requires_grad_(True).parameters())  # the last layers: a CPU's worth of training
     optimizer, adapter = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0), HeadAdapter(policy, draft)
     frozen, rows, newest = draft.head.state_dict(), [], []

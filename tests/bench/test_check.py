@@ -35,7 +35,7 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify import verifiers
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
@@ -74,7 +74,7 @@ def written_by(target, prompts, **sampling) -> Batch:
 @pytest.fixture(scope="module")
 def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     """The draft directory of a head that knows the answers to the check's prompts, and what is sampled after them."""
-    target = load_target(tiny_target_directory)
+    target = read_target(tiny_target_directory)
     texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     cut = most_even_distribution(target, prompts, stages=1).prompt

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from toolkit.checkpoint import draft_dir, eagle3_format, export_head
+from toolkit.checkpoint import eagle3_format, export_head
 from toolkit.checkpoint import open_head as formats
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.export_head import export_head as export
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
-from toolkit.errors import ExportError, TargetError
+from toolkit.errors import ExportError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.files import load_freq_list
@@ -221,12 +220,6 @@ def test_an_existing_folder_is_left_alone(tiny_draft, tiny_facts, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_another_targets_head_is_refused(tiny_draft, tiny_facts, tmp_path):
-    other = dataclasses.replace(tiny_facts, vocab_size=17)
-    with pytest.raises(ExportError, match=r"vocab_size 393 \(the target's is 17\)"):
-        export(tiny_draft, "toolkit", tmp_path / "o", other, CHAIN)
-
-
 def test_the_card_has_the_measured_figures_and_no_others(tiny_draft, tiny_facts, tmp_path):
     """A figure nobody measured must not be in it."""
     export(tiny_draft, "vllm", tmp_path / "bare", tiny_facts, CHAIN)
@@ -277,40 +270,6 @@ def test_to_our_own_keeps_what_was_resolved(make_eagle3, publish, tiny_facts, tm
     assert own.meta["measured"]["best_shape"] == "4,1,5"
 
 
-def test_plain_heads_say_nothing_new_in_their_directory(tiny_draft, tmp_path):
-    """vLLM serves our directories as they are: a key it reads differently must not appear in them."""
-    args = (tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
-    config = config_of(save_draft(tmp_path / "o", *args))
-    assert not {"norm_output", "fc_norm", "norm_before_fc", "qk_norm", "fc_bias"} & config.keys()
-    assert config["norm_before_residual"] is False and config["attention_bias"] is False
-
-
-def test_an_embedding_of_its_own(make_eagle3, publish, tiny_target, tiny_facts, tmp_path, monkeypatch):
-    """It is not written: a head that was trained with another one would be exported in silence."""
-    close = tiny_target.embed_tokens.weight.detach().to(torch.bfloat16)
-
-    def opened(embedding, name):
-        add = {"embed_tokens.weight": embedding}
-        return open_head(
-            publish("specforge", make_eagle3(), lambda _, tensors: tensors.update(add), name), target=tiny_facts.source
-        )
-
-    copied = opened(close, "copied")
-    assert any(one.key == "embed_tokens.weight" and one.value == "left out" for one in copied.resolutions)
-    _, notes = export(copied, "vllm", tmp_path / "a", tiny_facts, CHAIN)
-    assert not any("embedding" in note for note in notes)
-    with pytest.raises(ExportError, match="embedding that differs from the target's by"):
-        export(opened(torch.randn_like(close), "own"), "vllm", tmp_path / "b", tiny_facts, CHAIN)
-    assert not (tmp_path / "b").exists()
-
-    def absent(_facts):
-        raise TargetError("no weights here")
-
-    monkeypatch.setattr(draft_dir, "target_embedding", absent)
-    _, notes = export(copied, "vllm", tmp_path / "c", tiny_facts, CHAIN)
-    assert any("could not be compared with the target's: no weights here" in note for note in notes)
-
-
 def test_warnings_are_in_the_card(make_eagle3, publish, tiny_facts, tmp_path):
     """A rope that is not the target's, another target than the head's own, a key no rule knows: whoever gets the export
     has only the card."""
@@ -324,20 +283,3 @@ def test_warnings_are_in_the_card(make_eagle3, publish, tiny_facts, tmp_path):
     card = (tmp_path / "o" / "README.md").read_text()
     for says in ("rope_theta 500000.0 (the target's 10000.0)", "names nobody/at-hand as its target", "logit_scale"):
         assert any(says in note for note in notes) and says in card, says
-
-
-def test_another_revision_of_the_target(tiny_draft, tiny_facts, tmp_path):
-    stated = {"target": {"name": tiny_facts.name, "revision": "a"}}
-    draft = DraftCheckpoint(tiny_draft.head, tiny_draft.token_map, stated)
-    for revision, told in (("b", True), ("a", False)):
-        facts = dataclasses.replace(tiny_facts, revision=revision)
-        _, notes = export(draft, "vllm", tmp_path / revision, facts, CHAIN)
-        assert any(f"@a as its target, but the revision given is {revision}" in note for note in notes) == told
-
-
-def test_a_head_that_is_not_finite(make_eagle3, tiny_draft, tiny_facts, tmp_path):
-    """NaN is not equal to itself: the reading back would blame the exporter."""
-    head = make_eagle3()
-    head.lm_head.weight.view(-1)[7] = float("nan")
-    with pytest.raises(ExportError, match="lm_head.weight hold values that are not finite"):
-        export(DraftCheckpoint(head, tiny_draft.token_map), "vllm", tmp_path / "o", tiny_facts, CHAIN)

@@ -122,6 +122,7 @@ def test_native_mtp_layers(tmp_path, family):
     assert rows(report)["native MTP layers"] == found
     unknown = [line for line in report.wrong if "the code of its own repository, which is not run" in line]
     assert bool(unknown) == ("auto_map" in keys) and not (unknown and report.usable)
+    assert rows(report)["native MTP is used"].startswith("no: " if unknown else "drafts unless")
     (tmp_path / "model.safetensors.index.json").unlink()
     said = rows(inspect_target(str(tmp_path)))["native MTP layers"]
     assert said.startswith("unknown, since its weights cannot be searched")

@@ -25,12 +25,13 @@ from toolkit.errors import DraftDirError
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.facts import bare_facts, target_facts
-from toolkit.targets.load import load_target
+from toolkit.targets.facts import target_facts
+from toolkit.targets.load import read_target
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_tensors, read_json, write_json
 
+TYPICAL = ("deepseek", "mimo", "qwen3-next")
 TOKENS = [(7 * place * place + 3 * place) % 300 + 5 for place in range(12)]
 
 
@@ -63,7 +64,7 @@ def changed(tiny_target, tmp_path):
 
 def read(directory):
     facts = target_facts(directory)
-    target = load_target(directory)
+    target = read_target(directory)
     return target, load_native(target, facts, find_native(facts))
 
 
@@ -128,7 +129,9 @@ def test_a_module_computes_what_its_family_does(family, native_target):
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in TYPICAL else pytest.mark.slow) for one in FAMILIES]
+)
 def test_answers_are_those_of_plain_decoding(family, native_target):
     """Chains by recursion, trees, a token map on the output's rows; one request and a ragged sixteen, in float32."""
     directory = str(native_target(family, agreeing=True))
@@ -150,7 +153,7 @@ def test_answers_are_those_of_plain_decoding(family, native_target):
     assert load_engine(EngineConfig(target=directory)).shape_name == "adaptive up to chain 3 (3,1,4)"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["deepseek", "ernie"])
 def test_a_perturbed_tensor_changes_the_drafts(family, native_target, changed):
     """Otherwise the module would not be what drafts. Every tensor counts, those of the layer too."""
     whole = read(native_target(family))[1].head.state_dict()
@@ -172,34 +175,20 @@ def test_a_module_survives_a_draft_directory(native_target, tmp_path):
     assert again.head.config == draft.head.config
     state, other = draft.head.state_dict(), again.head.state_dict()
     assert all(torch.equal(state[name], other[name]) for name in state) and state.keys() == other.keys()
-
-
-def test_buffers_keep_their_dtype(native_target):
-    """The bias of the experts' scores is in float32 in a bfloat16 target; rounded, it would choose other experts."""
-    head = read(native_target("deepseek"))[1].head.cast("cpu", torch.bfloat16)
-    assert head.layers[0].eh_proj.weight.dtype == torch.bfloat16
-    assert head.layers[0].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    # Rounded, the bias of the experts' scores would choose other experts.
+    layer = again.head.cast("cpu", torch.bfloat16).layers[0]
+    assert (layer.eh_proj.weight.dtype, layer.mlp.gate.e_score_correction_bias.dtype) == (torch.bfloat16, torch.float32)
 
 
 def without(*endings):
     return lambda tensors: {name: value for name, value in tensors.items() if not name.endswith(endings)}
 
 
-def test_absent_copies_are_said_aloud(changed, caplog):
-    """GLM-5 ships no shared_head.head: the target's output matrix stands in."""
-    target, draft = read(changed("glm", copies=False))
-    assert "shared_head.head.weight of its own: the target's is used" in caplog.text
-    assert draft.head.config.final_norm
-
-
 @pytest.mark.parametrize(
     ("family", "change", "error", "said"),
     [
-        ("deepseek", without("eh_proj.weight", "hnorm.weight"), WeightsError, "layers.0.eh_proj.weight"),
-        ("glm", without("shared_head.norm.weight"), WeightsError, "missing: layers.0.shared_head.norm.weight"),
-        ("glm", without("experts.1.up_proj.weight"), (WeightsError, DraftDirError), "does not fit"),
         ("mimo", without("q_proj.bias"), WeightsError, "missing: model.layers.0.self_attn.q_proj.bias"),
-        ("mimo", lambda t: {**t, "model.mtp_layers.0.rest.weight": torch.ones(2)}, WeightsError, "unexpected"),
+        ("glm", without("experts.1.up_proj.weight"), (WeightsError, DraftDirError), "does not fit"),
         ("ernie", lambda t: {**t, "model.mtp_rest.weight": torch.ones(2)}, WeightsError, "unknown: model.mtp_rest"),
         ("mimo", lambda t: {**t, "model.mtp_layers.0.input_proj.weight_scale": torch.ones(1)}, DraftDirError,
          "quantised"),
@@ -242,32 +231,14 @@ def test_a_stated_module_that_is_missing(changed):
         find_native(target_facts(directory))
 
 
-def test_drafts_beyond_what_was_trained_are_warned_of(native_target, tmp_path, caplog):
-    """One layer that repeats was trained for one token; the fall by depth is told where it was measured."""
+def test_drafts_beyond_what_was_trained_are_warned_of(native_target, caplog):
+    """One layer that repeats was trained for one token."""
     target = str(native_target("mimo"))
     load_engine(EngineConfig(target=target, shape="1,1,2"))
     load_engine(EngineConfig(target=target))
     assert "was trained to draft" not in caplog.text
     load_engine(EngineConfig(target=target, shape="3,1,4"))
     assert "was trained to draft 1 tokens in a row, and the shape 3,1,4 drafts 3" in caplog.text
-    draft = read(target)[1]
-    meta = {"target": {"name": target}, "training": {"unroll": {"ttt_steps": 2}}}
-    save_draft(tmp_path, draft.head.state_dict(), draft.head.config, None, meta)
-    rows = [{"shape": "chain", "accept_rate": [0.8, 0.6, None]}, {"shape": "chain", "accept_rate": [0.8]}]
-    write_json(tmp_path / "measured.json", {"best_shape": "3,1,4", "rows": rows})
-    load_engine(EngineConfig(draft=tmp_path, shape="3,1,4"))
-    assert "trained to draft 2 tokens in a row" in caplog.text and "80 60 - % at depth 1, 2, .." in caplog.text
-
-
-def test_a_module_of_a_quantised_target(native_target):
-    """int8 weights of target and module: the answers are those of the quantised target."""
-    directory, params = str(native_target("mimo", agreeing=True)), SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts = [[(7 * place + n) % 380 + 5 for place in range(4 + n)] for n in range(4)]
-    plain = load_engine(EngineConfig(target=directory, draft="none", quantization="int8"))
-    wanted = [one.output_ids for one in plain.engine.generate(prompts, params)]
-    loaded = load_engine(EngineConfig(target=directory, quantization="int8", shape="3,1,4"))
-    done = loaded.engine.generate(prompts, params)
-    assert [one.output_ids for one in done] == wanted and sum(e.accepted for one in done for e in one.events) > 4
 
 
 def test_a_token_map_on_the_output_rows(native_target, tmp_path):
@@ -303,29 +274,3 @@ def test_qwen_3_5_as_it_is_published(native_target, tiny_target, tmp_path):
     done = loaded.engine.generate(prompts, params)
     assert [one.output_ids for one in done] == [one.output_ids for one in plain]
     assert loaded.draft.meta["native"]["family"] == "Qwen3.5"
-
-
-PUBLISHED = {  # of families that the engine refuses: model type, and names of modules after 4 layers
-    "MiMo-V2": ("mimo_v2", [f"model.mtp.layers.{k}.{part}" for k in range(3) for part in ("eh_proj", "enorm")]),
-    "LongCat-Flash": ("longcat_flash", ["model.mtp.layers.0.eh_proj", "model.mtp.norm", "model.mtp.embed_tokens"]),
-    "Step-3.5": (
-        "step3p5",
-        [f"model.layers.{n}.{part}" for n in (4, 5, 6) for part in ("eh_proj", "transformer.norm", "hnorm")],
-    ),
-}
-
-
-@pytest.mark.parametrize("title", PUBLISHED)
-def test_names_of_families_that_are_refused(title, tmp_path):
-    """Recognised by the names that they publish, from config.json and the index alone."""
-    kind, names = PUBLISHED[title]
-    count = 1 if title == "LongCat-Flash" else 3
-    config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 400}
-    write_json(tmp_path / "config.json", {**config, "num_nextn_predict_layers": count})
-    tensors = [f"{name}.weight" for name in [*names, *(f"model.layers.{n}.mlp.up_proj" for n in range(4))]]
-    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(tensors, "a.safetensors")})
-    facts = bare_facts(str(tmp_path))
-    found = find_native(facts)
-    assert (found.family.title, found.count, len(found.names)) == (title, count, len(names))
-    with pytest.raises(DraftDirError, match=f"{title}.*is not read: .*`draft` none"):
-        load_native(None, facts, found)

@@ -16,7 +16,7 @@ from toolkit.checkpoint.open_head import open_head
 from toolkit.cli import main
 from toolkit.errors import DraftDirError, TargetError
 from toolkit.targets.facts import target_facts
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 
 _SPEC = importlib.util.spec_from_file_location("local_hub", Path(__file__).with_name("local_hub.py"))
 local_hub = sys.modules["local_hub"] = importlib.util.module_from_spec(_SPEC)
@@ -129,18 +129,18 @@ def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
     first = repository.commit(files_of(Path(tiny_target_directory)))
     config = json.loads((Path(tiny_target_directory) / "config.json").read_text())
     second = repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.5}).encode()})
-    old, new = load_target("org/target", revision=first), load_target("org/target")
+    old, new = read_target("org/target", revision=first), read_target("org/target")
     assert (old.revision, new.revision) == (first, second)
     assert old.config.rms_norm_eps == tiny_target.config.rms_norm_eps and new.config.rms_norm_eps == 0.5
     with pytest.raises(TargetError, match="the model configuration of target .* cannot be loaded"):
-        load_target("org/target", revision="v9")
+        read_target("org/target", revision="v9")
     named = target_facts(f"org/target@{first}")
     assert (named.name, named.source, named.revision) == ("org/target", "org/target", first)
     with pytest.raises(TargetError, match="give only one of them"):
         target_facts(f"org/target@{first}", second)
     facts = target_facts("org/target")
     repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.25}).encode()})
-    assert facts.revision == second and load_target("org/target", revision=facts.revision).revision == second
+    assert facts.revision == second and read_target("org/target", revision=facts.revision).revision == second
 
 
 def test_an_import_from_a_hub_says_which_commits(hub, tiny_draft_directory, tiny_target_directory, tmp_path):

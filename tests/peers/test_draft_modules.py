@@ -87,11 +87,9 @@ def check(tiny_target, inputs, verdicts):
 @pytest.mark.parametrize(
     "variants",
     [
-        {},
         {"norm_before_residual": True, "norm_before_fc": True},
-        {"fc_norm": True, "norm_output": True},  # EAGLE-3.1
+        {"fc_norm": True, "norm_output": True, "num_hidden_layers": 3},  # EAGLE-3.1
         {"qk_norm": True},
-        {"num_hidden_layers": 3},
     ],
 )
 @torch.no_grad()
@@ -138,11 +136,9 @@ def block_of(head, target, features, ids, anchor: int) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize(
     "variants",
     [
-        {},
         {"sample_from_anchor": False},
         {"confidence_with_markov": False, "own_output": False},
         DFLASH,
-        {**DFLASH, "own_output": False},
     ],
 )
 @torch.no_grad()

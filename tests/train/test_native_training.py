@@ -18,7 +18,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.facts import target_facts
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import native_head, plan_head, start_head, trained_head
 from toolkit.train.loss import step_weights
@@ -40,7 +40,7 @@ def targets(tiny_target, tmp_path_factory):
         if family not in known:
             directory = tmp_path_factory.mktemp("native") / family
             write_native_target(directory, family, tiny_target.tokenizer, agreeing=True)
-            known[family] = load_target(directory)
+            known[family] = read_target(directory)
         return known[family]
 
     return make
@@ -108,7 +108,7 @@ def test_a_tuned_module_drafts_what_training_forecasts(family, targets, tmp_path
     assert replayed_steps(model, side, [batch], STEPS) == served
     side.capture.remove()
     stitch(draft, target_facts(target.name), tmp_path / "copy", Shape(STEPS, 1, STEPS + 1))
-    copy = load_target(tmp_path / "copy")
+    copy = read_target(tmp_path / "copy")
     assert accepted(copy, load_native(copy, *native_of(copy))) == served
 
 
@@ -148,7 +148,7 @@ def test_the_weights_of_mtp_steps_sum_to_one():
 def test_what_has_no_module_is_refused(tiny_target, tiny_target_directory, targets):
     """With the key that helps."""
     with pytest.raises(TargetError, match="has no MTP module.*train.head.init=target"):
-        planned(load_target(tiny_target_directory), NATIVE)
+        planned(read_target(tiny_target_directory), NATIVE)
     with pytest.raises(TargetError, match="train.head.layers = 2, but the MTP module of .* has 1"):
         planned(targets("mimo"), HeadSettings(kind="mtp", init="native", layers=2))
     with pytest.raises(RecipeError, match="train.head.init"):

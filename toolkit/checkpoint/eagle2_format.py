@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.checkpoint.files import PICKLE, SAFETENSORS, plain_name
+from toolkit.checkpoint.files import PICKLE, plain_name
 from toolkit.checkpoint.formats import (
     NO_BIAS,
     NO_WINDOW,
@@ -25,7 +25,7 @@ from toolkit.checkpoint.formats import (
     refuse_unless,
     renamed,
 )
-from toolkit.errors import DraftDirError, ExportError
+from toolkit.errors import ExportError
 from toolkit.heads.eagle2 import Eagle2Config
 from toolkit.targets.facts import TargetFacts, is_sharded
 from toolkit.tokenmap.token_map import TokenMap
@@ -51,10 +51,6 @@ def import_eagle2(
     tensors, embedding = renamed(stored, plain_name, ("lm_head.weight",), resolver)
     shapes = layer_settings(config, tensors, "layers.0.", resolver)
     refuse_unless(config, "draft_vocab_size", config["vocab_size"])
-    if "layers.0.input_layernorm.weight" in tensors:
-        raise DraftDirError(
-            "its first layer has an input_layernorm (speculators' variant `layernorms`), which is not supported"
-        )
     switches: dict[str, Any] = {name: tensor in tensors for name, (tensor, _) in SWITCHES.items()}
     bias = switches["fc_bias"]
     if bool(config.get("bias", bias)) != bias:
@@ -67,23 +63,23 @@ def import_eagle2(
 
 def _eagle2_for(to: str) -> Builder:
     def build(draft: DraftCheckpoint, config: Eagle2Config, facts: TargetFacts, _tokens: int) -> Exported:
-        state, notes, added = dict(draft.head.state_dict()), [], {}
         for name, reason in REFUSED[to].items():
             if getattr(config, name):
                 raise ExportError(f"the head has {name}, which cannot be written for {to}: {reason}")
-        keys = layer_keys(config, state) | {"architectures": [ARCHITECTURES[to]]}
+        state = draft.head.state_dict()
+        made = Exported(layer_keys(config, state) | {"architectures": [ARCHITECTURES[to]]}, state, config)
         stated = {key: getattr(config, name) for name, (_, key) in SWITCHES.items()}
         if to == "sglang" and not config.fc_bias:
-            added = {"fc.bias": torch.zeros_like(state["fc.weight"][:, 0])}
-            config = replace(config, fc_bias=True)
-            notes.append("fc.bias is written as zeros: SGLang's fc has a bias and would leave it uninitialised")
+            why = "is written as zeros: SGLang's fc has a bias and would leave it uninitialised"
+            made.add("fc.bias", torch.zeros_like(state["fc.weight"][:, 0]), why)
+            made.config_of_head = replace(config, fc_bias=True)
         elif to == "vllm":
-            keys["qkv_bias"] = stated["qkv_bias"]
+            made.config["qkv_bias"] = stated["qkv_bias"]
         elif to == "eagle":
-            keys = plain_rope(config, keys) | stated
+            made.config, made.weights = plain_rope(config, made.config) | stated, PICKLE
             if not is_sharded(facts):
-                notes.append("SafeAILab's code finds the target's embedding by an index of shards, which is not there")
-        return Exported(keys, {**state, **added}, config, PICKLE if to == "eagle" else SAFETENSORS, added, notes)
+                made.notes.append("SafeAILab's code finds the target's embedding by an index of shards, which it lacks")
+        return made
 
     return build
 

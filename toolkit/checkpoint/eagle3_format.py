@@ -60,6 +60,7 @@ BY_TENSOR: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention_bias": ("midlayer.self_attn.q_proj.bias", ("attention_bias",)),
     "qk_norm": ("midlayer.self_attn.q_norm.weight", ()),
 }
+SIZES = ("draft_vocab_size", "target_hidden_size")  # settings that are written for every engine
 BY_KEY = ("norm_before_residual", "norm_output")  # variants that the config alone states
 # Keys of eagle_config with the one value that the first layer computes.
 FIXED = {
@@ -115,16 +116,11 @@ def import_eagle3(
     for key, value in FIXED.items():
         refuse_unless(nested, key, value)
     tensors, embedding = renamed(stored, _our_name, TARGETS_OWN, resolver)
-    if "lm_head.weight" not in tensors:
-        raise WeightsError("missing: lm_head.weight. An EAGLE-3 head needs its own output matrix: export it again")
-    if layer.get("tie_word_embeddings"):
-        rule = "not read: the checkpoint's own lm_head scores the tokens"
-        resolver.note("tie_word_embeddings", True, rule, warning=True)
     shapes = layer_settings(layer, tensors, "midlayer.", resolver)
     width = target_width(config, shapes)
     token_map = read_token_map(config, shapes["vocab_size"], tensors, resolver)
     ids = _aux_layer_ids(config, resolver, facts)
-    check_aux_layers(ids, tensors, width, facts)
+    check_aux_layers(ids, facts)
     variants: dict[str, Any] = {
         **_by_tensor(config, tensors, speculators, resolver),
         **_by_key(config, speculators, resolver),
@@ -146,11 +142,6 @@ def _our_name(name: str) -> str:
 
 def _layers(layer: Mapping[str, Any], stored: Iterable[str], tensors: Tensors, resolver: Resolver) -> int:
     """Decoder layers, by the weights. Raises `DraftDirError` where the config states others and may be right."""
-    if any(name.startswith("additional_layers.") for name in tensors):
-        raise DraftDirError(
-            "it has additional_layers, SGLang's own form of further layers, in which the first layer's residual is "
-            "missing; only the form of speculators and vLLM is supported (layers.1, layers.2, ..)"
-        )
     found, stated = 1 + count_layers(tensors, None), layer.get("num_hidden_layers")
     if stated in (None, found):
         return found
@@ -262,93 +253,80 @@ def _refuse(config: Eagle3Config, to: str, facts: TargetFacts) -> None:
 def _eagle3_for(to: str) -> Builder:
     def build(draft: DraftCheckpoint, config: Eagle3Config, facts: TargetFacts, draft_tokens: int) -> Exported:
         _refuse(config, to, facts)
-        keys = layer_keys(config, draft.head.state_dict())
-        keys |= {key: getattr(config, key) for key in ("draft_vocab_size", "target_hidden_size")}
-        tensors = draft.head.state_dict() | map_tensors(draft)
-        return WRITERS[to](keys, tensors, config, facts, draft_tokens)
+        state = draft.head.state_dict()
+        keys = layer_keys(config, state) | {key: getattr(config, key) for key in SIZES}
+        made = Exported(keys, state | map_tensors(draft), config)
+        if to == "speculators":
+            _speculators(made, config, facts, draft_tokens)
+        elif to == "eagle":
+            _safeailab(made, config, facts)
+        elif to == "gguf":
+            _llama_cpp(made, config, facts)
+        else:
+            _engines(made, config)
+        return made
 
     return build
 
 
-def _for_engines(
-    keys: dict[str, Any], tensors: Tensors, config: Eagle3Config, _facts: TargetFacts, _tokens: int
-) -> Exported:
+def _engines(made: Exported, config: Eagle3Config) -> None:
     """SGLang and vLLM read the same file, with the auxiliary layers in both conventions, each under its own key."""
     ids, outputs = list(config.aux_layer_ids), [i - 1 for i in config.aux_layer_ids]
-    # norm_output is written only where it is true: SpecForge gives the word another meaning.
-    switches = {key: True for key in ("fc_norm", "norm_before_fc", "norm_output") if getattr(config, key)}
-    keys |= {
+    made.config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "norm_before_residual": config.norm_before_residual,
-        **switches,
+        # norm_output is written only where it is true: SpecForge gives the word another meaning.
+        **{key: True for key in ("fc_norm", "norm_before_fc", "norm_output") if getattr(config, key)},
         "num_aux_hidden_states": len(ids),
         AUX_KEY: ids,
         "eagle_config": {AUX_KEY: outputs, "use_aux_hidden_state": True},
     }
-    note = f"auxiliary layers: {AUX_KEY} {ids} (inputs, for vLLM), in eagle_config {outputs} (outputs, for SGLang)"
-    return Exported(keys, tensors, config, notes=[note])
+    made.notes = [
+        f"auxiliary layers: {AUX_KEY} {ids} (inputs, for vLLM), in eagle_config {outputs} (outputs, for SGLang)"
+    ]
 
 
-def _for_speculators(
-    keys: dict[str, Any], tensors: Tensors, config: Eagle3Config, facts: TargetFacts, draft_tokens: int
-) -> Exported:
+def _speculators(made: Exported, config: Eagle3Config, facts: TargetFacts, draft_tokens: int) -> None:
+    layer, ids = made.config, list(config.aux_layer_ids)
     if config.qk_norm:
-        keys["model_type"] = "qwen3"
-    if len(config.aux_layer_ids) != 3:
-        keys["num_aux_hidden_states"] = len(config.aux_layer_ids)
-    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        layer["model_type"] = "qwen3"
+    if len(ids) != 3:
+        layer["num_aux_hidden_states"] = len(ids)
+    made.config = {
+        "architectures": ["Eagle3Speculator"],
+        **speculators_keys("eagle3", facts, draft_tokens),
+        **{key: layer.pop(key) for key in SIZES},
+        "transformer_layer_config": layer,
+        **{key: getattr(config, key) for key in ("norm_before_fc", "fc_norm", *BY_KEY)},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        AUX_KEY: ids,
+        "torch_dtype": layer["torch_dtype"],
+    }
+    made.tensors = {name.replace("midlayer.", "layers.0."): value for name, value in made.tensors.items()}
     try:
-        added, note = {EMBEDDING: target_embedding(facts)}, "is the target's, as speculators' own loader requires"
+        made.add(EMBEDDING, target_embedding(facts), "is the target's, as speculators' own loader requires")
     except TargetError as error:
-        added, note = {}, f"is left out ({error}): vLLM reads the target's, speculators' own loader needs it"
-    return Exported(
-        {
-            "architectures": ["Eagle3Speculator"],
-            **speculators_keys("eagle3", facts, draft_tokens),
-            **{key: keys.pop(key) for key in ("draft_vocab_size", "target_hidden_size")},
-            "transformer_layer_config": keys,
-            **{key: getattr(config, key) for key in switches},
-            "embed_requires_grad": False,
-            "tie_word_embeddings": False,
-            AUX_KEY: list(config.aux_layer_ids),
-            "torch_dtype": keys["torch_dtype"],
-        },
-        {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()} | added,
-        config,
-        added=added,
-        notes=[f"{EMBEDDING} {note}"],
-    )
+        made.notes = [f"{EMBEDDING} is left out ({error}): vLLM reads the target's, speculators' own loader needs it"]
 
 
-def _for_eagle(
-    keys: dict[str, Any], tensors: Tensors, config: Eagle3Config, facts: TargetFacts, _tokens: int
-) -> Exported:
-    """SafeAILab's model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
-    keys, added, notes = plain_rope(config, keys) | {"architectures": ["LlamaForCausalLM"]}, {}, []
+def _safeailab(made: Exported, config: Eagle3Config, facts: TargetFacts) -> None:
+    """Its model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
+    made.config = plain_rope(config, made.config) | {"architectures": ["LlamaForCausalLM"]}
+    made.weights = PICKLE
     if is_sharded(facts):
-        del keys["target_hidden_size"]
+        del made.config["target_hidden_size"]
     else:
-        added = {EMBEDDING: target_embedding(facts)}
-        notes = [f"{EMBEDDING} is the target's: SafeAILab's code reads it from weights with an index of shards only"]
-    return Exported(keys, {**tensors, **added}, config, PICKLE, added, notes)
+        why = "is the target's: SafeAILab's code reads it from weights with an index of shards only"
+        made.add(EMBEDDING, target_embedding(facts), why)
 
 
-def _for_llama_cpp(
-    keys: dict[str, Any], tensors: Tensors, config: Eagle3Config, facts: TargetFacts, _tokens: int
-) -> Exported:
+def _llama_cpp(made: Exported, config: Eagle3Config, facts: TargetFacts) -> None:
     """The settings and tensors as vLLM has them; gguf_head.py writes them under llama.cpp's names."""
-    keys |= {key: getattr(config, key) for key in ("norm_before_residual", "norm_before_fc")}
-    keys[AUX_KEY], notes = list(config.aux_layer_ids), []
+    made.config |= {key: getattr(config, key) for key in ("norm_before_residual", "norm_before_fc")}
+    made.config[AUX_KEY], made.weights = list(config.aux_layer_ids), MODEL_FILE
     if facts.model_type not in LLAMA_CPP_FAMILIES:
-        notes = [f"llama.cpp may hand out no hidden states of {facts.model_type} targets; then it stops at the load"]
-    return Exported(keys, tensors, config, MODEL_FILE, notes=notes)
+        made.notes = [f"llama.cpp may hand out no hidden states of {facts.model_type} targets, and stop at the load"]
 
 
-WRITERS = {
-    "sglang": _for_engines,
-    "vllm": _for_engines,
-    "speculators": _for_speculators,
-    "eagle": _for_eagle,
-    "gguf": _for_llama_cpp,
-}
-BUILDERS: dict[str, Builder] = {to: _eagle3_for(to) for to in WRITERS}
+BUILDERS: dict[str, Builder] = {to: _eagle3_for(to) for to in REFUSED}

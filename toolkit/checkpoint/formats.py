@@ -272,27 +272,16 @@ def target_width(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
 
 
 def read_token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:
-    """d2t and t2d, taken out of `tensors`; without d2t the whole vocabulary. Without lm_head the target's scores it."""
-    matrix = tensors.get("lm_head.weight")
-    rows = vocab_size if matrix is None else matrix.shape[0]
-    size = config.get("draft_vocab_size")
-    if size is None:
-        size = rows
-        resolver.note("draft_vocab_size", size, "not in the config: the rows of the output matrix")
-    if size != rows and matrix is None:
-        raise WeightsError(f"missing: lm_head.weight. The draft vocabulary has {size} of {vocab_size} ids")
-    if size != rows:
-        raise WeightsError(f"wrong shape: lm_head.weight has {rows} rows, draft_vocab_size is {size}")
+    """d2t and t2d, taken out of `tensors`; without d2t the whole vocabulary."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if t2d is not None and t2d.numel() != vocab_size:
-        raise WeightsError(f"wrong shape: t2d is over {t2d.numel()} ids, vocab_size is {vocab_size}")
     if d2t is None:
+        rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
+        size = config.get("draft_vocab_size") or rows
         if size != vocab_size:
             raise WeightsError(f"missing: d2t. The draft vocabulary has {size} of {vocab_size} ids")
         resolver.note("d2t", "identity", "absent, and the draft vocabulary is the whole one")
         return TokenMap.identity(vocab_size)
-    if d2t.numel() != size:
-        raise WeightsError(f"wrong shape: d2t has {d2t.numel()} entries, the draft vocabulary {size}")
+    size = d2t.numel()
     ids = as_ids(d2t) + torch.arange(size)
     if (ids[1:] < ids[:-1]).any():
         order = ids.argsort()
@@ -316,18 +305,12 @@ def map_tensors(draft: DraftCheckpoint) -> Tensors:
     return {"d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
 
 
-def check_aux_layers(ids: tuple[int, ...], tensors: Tensors, target_hidden: int, facts: TargetFacts | None) -> None:
-    """Raises `DraftDirError` for ids that no target, or not this one, has; `WeightsError` where `fc` reads others."""
+def check_aux_layers(ids: tuple[int, ...], facts: TargetFacts | None) -> None:
+    """Raises `DraftDirError` for ids that no target, or not this one, has."""
     if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0:
         raise DraftDirError(f"aux_layer_ids {list(ids)}: ascending, distinct ids are needed")
     if facts is not None and ids[-1] > facts.n_layers:
         raise DraftDirError(f"aux_layer_ids {list(ids)}: the target {facts.name} has {facts.n_layers} layers")
-    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else len(ids) * target_hidden
-    if width != len(ids) * target_hidden:
-        raise WeightsError(
-            f"wrong shape: fc.weight reads {width} values, {len(ids)} auxiliary layers of {target_hidden} are "
-            f"{len(ids) * target_hidden}; aux_layer_ids {list(ids)} or target_hidden_size is not the head's"
-        )
 
 
 # -- the content of an export ------------------------------------------------------------------------------------------
@@ -348,6 +331,11 @@ class Exported:
     added: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
+
+    def add(self, name: str, tensor: torch.Tensor, why: str) -> None:
+        """Add a tensor that is not the head's own, and a note."""
+        self.tensors, self.added = {**self.tensors, name: tensor}, {**self.added, name: tensor}
+        self.notes.append(f"{name} {why}")
 
 
 # (head, its config as it is written, facts of the target, length of a chain) -> what is written.

@@ -97,16 +97,8 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
     return result
 
 
-OTHER_HEADS = {
-    "dflash2": "DFlash2 (grouped convolutions and a selector of candidates)",
-    "dflash": "a DFlash drafter of another architecture than Qwen3's",
-    "dspark": "a DSpark drafter of another architecture than Qwen3's",
-    "peagle": "P-EAGLE (a parallel drafter)",
-    "medusa": "Medusa heads",
-    "mlp_speculator": "an MLP speculator",
-    "mtp": "MTP layers in speculators' form",
-    "eagle": "EAGLE-1 in speculators' first form",
-}
+# In the names of architectures and model types of drafters that are not read.
+OTHER_HEADS = ("dflash", "dspark", "peagle", "medusa", "mlp_speculator", "mtp")
 # Kinds of speculators -> ours.
 SPECULATORS = {"eagle3": "eagle3", "dflash": "dspark", "dspark": "dspark"}
 # Block drafters with Qwen3's layers -> what wrote them.
@@ -142,12 +134,17 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
     kind = config.get("speculators_model_type")
     if kind is not None:
         if kind not in SPECULATORS:
-            raise _unknown(OTHER_HEADS.get(str(kind), f"speculators_model_type {kind!r}"))
+            raise _unknown(f"of speculators_model_type {kind!r}")
         return Recognised("speculators", SPECULATORS[kind], "speculators")
     for architecture in architectures:
         if architecture in BLOCK_DRAFTERS:
             return Recognised("dspark", "dspark", BLOCK_DRAFTERS[architecture])
-    _refuse_others(config, " ".join(architectures), names)
+    if any(word in " ".join([str(config.get("model_type")), *architectures]).lower() for word in OTHER_HEADS):
+        raise _unknown(f"a drafter of another kind: architectures {architectures}, not Qwen3's layers")
+    if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
+        raise _unknown("P-EAGLE (a parallel drafter)")
+    if is_whole_model(names):
+        raise DraftDirError(f"it is a whole language model ({architectures}), no draft head; use it as `target`")
     if any(name.startswith(("midlayer.", "layers.0.")) and "hidden_norm" in name for name in names):
         writer = EAGLE3_WRITERS.get(next(iter(architectures), ""), "SpecForge or SGLang")
         if "use_last_layernorm" in (config.get("eagle_config") or {}):
@@ -157,17 +154,6 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
         return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
     shown = ", ".join(sorted(names)[:6]) or "no tensors"
     raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
-
-
-def _refuse_others(config: dict[str, Any], architecture: str, names: set[str]) -> None:
-    for word, what in OTHER_HEADS.items():
-        if word != "eagle" and (word in str(config.get("model_type", "")).lower() or word in architecture.lower()):
-            raise _unknown(what)
-    if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
-        raise _unknown(OTHER_HEADS["peagle"])
-    if is_whole_model(names):
-        named = architecture or "unnamed"
-        raise DraftDirError(f"it is a whole language model ({named}), no draft head; use it as `target`")
 
 
 def _unknown(what: str) -> DraftDirError:

@@ -46,7 +46,7 @@ class TargetFacts:
 
 
 def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
-    """Facts of a target; takes the same names as `load_target`. Raises `TargetError`."""
+    """Facts of a target; takes the same names as `read_target`. Raises `TargetError`."""
     full, source, resolved = load_config(name, revision)
     config: Any = full.get_text_config(decoder=True)
     dtype = getattr(full, "dtype", None) or getattr(config, "dtype", None)
@@ -202,7 +202,7 @@ def served_target(
     served_model: str | None = None,
     chat_template: str | None = None,
 ) -> ServedTarget:
-    """Read a target's configuration and tokenizer; takes the same names as `load_target`. Raises `TargetError`."""
+    """Read a target's configuration and tokenizer; takes the same names as `read_target`. Raises `TargetError`."""
     name, revision = split_revision(name, revision)
     facts, tokenizer = target_facts(name, revision), load_tokenizer(name, revision, chat_template)
     try:

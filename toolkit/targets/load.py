@@ -78,7 +78,7 @@ def stated_dtype(config: PretrainedConfig, device_type: str = "cpu") -> torch.dt
     return torch.bfloat16 if stated in narrow else torch.float32
 
 
-def load_target(
+def read_target(
     name: str | Path,
     *,
     dtype: str = "auto",
@@ -116,7 +116,7 @@ def load_target(
 def load_config(name: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, str, str | None]:
     """The configuration of a target, the directory or hub id where it was found, and its revision. Loads no weights.
 
-    Takes the same names as `load_target`. Raises `TargetError`.
+    Takes the same names as `read_target`. Raises `TargetError`.
     """
     source, resolved = _locate(*split_revision(str(name), revision))
     return _load_config(source, resolved), source, resolved
@@ -125,7 +125,7 @@ def load_config(name: str | Path, revision: str | None = None) -> tuple[Pretrain
 def load_tokenizer(
     name: str | Path, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target; takes the same names as `load_target`. Raises `TargetError`."""
+    """The tokenizer of a target; takes the same names as `read_target`. Raises `TargetError`."""
     source, resolved = _locate(*split_revision(str(name), revision))
     tokenizer = _load_tokenizer(source, resolved)
     choose_template(tokenizer, chat_template, str(name))
@@ -135,7 +135,7 @@ def load_tokenizer(
 def load_weights(target: Target, name: str | Path, revision: str | None = None) -> dict[str, torch.Tensor]:
     """Load other weights of the target's architecture: by their names in its model, on the CPU, in its dtype.
 
-    Takes the same names as `load_target`; a tokenizer is not read. Raises `TargetError`, also if the configuration is
+    Takes the same names as `read_target`; a tokenizer is not read. Raises `TargetError`, also if the configuration is
     not that of the target.
     """
     source, resolved = _locate(*split_revision(str(name), revision))

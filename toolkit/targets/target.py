@@ -26,7 +26,7 @@ FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "fina
 
 @dataclass(eq=False)
 class Target:
-    """A frozen causal LM with its tokenizer, from `load_target` or from a model in memory.
+    """A frozen causal LM with its tokenizer, from `read_target` or from a model in memory.
 
     tanh: of the logits' soft cap. template: the chat template that the user chose; None: its own.
 

@@ -18,7 +18,8 @@ from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.targets.chat_templates import is_plain
-from toolkit.targets.load import load_target
+from toolkit.targets.load import read_target
+from toolkit.targets.target import describe_target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.train.state import describe_target
@@ -131,7 +132,7 @@ def test_ngram_needs_a_target(tiny_target_directory):
 
 def test_the_template_of_the_training_is_served(tiny_draft, tiny_target_directory, tmp_path):
     """A head trained on plain texts would be served, measured and checked with chats of the target's own template."""
-    meta = {"target": describe_target(load_target(tiny_target_directory, chat_template="none"))}
+    meta = {"target": describe_target(read_target(tiny_target_directory, chat_template="none"))}
     head = save_draft(
         tmp_path / "head", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta
     )

@@ -63,7 +63,7 @@ def load_target(
     runs_on: str | torch.device | None = None,
     chat_template: str | None = None,
 ) -> Target:
-    """Load a target with `targets.load.load_target`, quantise it, and choose the fastest dtype for its use.
+    """Load a target with `targets.load.read_target`, quantise it, and choose the fastest dtype for its use.
 
     quantization: "int8" stores the linear layers in one byte per weight (CPU). The quantised model is the target.
     chat_template: see `choose_template`. runs_on: the device that the target will be moved to, for which the dtype is
@@ -86,7 +86,7 @@ def load_target(
         )
     auto = partial(_auto_dtype, kind, use, quantization)
     options = {"dtype": dtype, "device": device, "revision": revision, "chat_template": chat_template}
-    target = load.load_target(name, auto_dtype=auto, **options)  # type: ignore[arg-type]
+    target = load.read_target(name, auto_dtype=auto, **options)  # type: ignore[arg-type]
     if quantization is None:
         return target
     quantize_model(target.model, quantization, target.dtype, str(name))
