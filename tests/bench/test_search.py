@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from toolkit.bench.forecast import NEVER, ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
+from toolkit.bench.forecast import NEVER, ForecastAnswer, Surface, forecast_surface, largest_shape
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.search import (
     confirm,
@@ -31,10 +31,8 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
-from toolkit.tokenmap.token_map import TokenMap
 
 PROMPTS = [
     Prompt("1", "writing", ("write short stories about rivers",)),
@@ -229,24 +227,6 @@ def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
     trial = Trial(tiny_target, tiny_draft, (), Sampling(99, 0.0, 0), EngineConfig(max_running_requests=3))
     times = measure_step_times(trial, [CHAIN, TREE], prompts, lambda times: [TREE])
     assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {"chain,3", "tree,4"}
-
-
-def test_top_k_beyond_the_draft_vocabulary(tiny_target, tiny_draft, caplog, monkeypatch):
-    """Left out and said, before anything is decoded; the rest is forecast."""
-    monkeypatch.setattr("toolkit.bench.forecast.logger.parent.propagate", True)
-    small = replace(tiny_draft, token_map=TokenMap.from_ids([1, 2, 3], tiny_target.vocab_size))
-    assert supported_shapes(tiny_target, small, LARGEST) == LARGEST[:2]
-    assert "top_k 4 is left out: the draft vocabulary has 3 tokens" in caplog.text
-    with pytest.raises(DraftShapeError, match="draft vocabulary has 3 tokens; give a smaller top_k"):
-        supported_shapes(tiny_target, small, LARGEST[2:])
-
-
-def test_limits_of_the_largest_shape():
-    assert largest_shape(1, 8, 4) == DraftShape.chain(3) and largest_shape(4, 1, 64) == DraftShape(1, 4, 5)
-    with pytest.raises(
-        DraftShapeError, match="num_draft_tokens is 2 and top_k 4; a chain has 2 nodes at least, a tree 3"
-    ):
-        largest_shape(4, 8, 2)
 
 
 def test_answers_without_a_verify_step(tiny_target, tiny_draft):

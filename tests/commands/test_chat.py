@@ -7,7 +7,6 @@ import io
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +14,6 @@ from toolkit.commands import chat, chat_session
 from toolkit.commands.chat_session import ChatSession, ChatSessionError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load import load_engine
-from toolkit.infer.load.load_engine import closing
-from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 
 class Terminal(io.StringIO):
@@ -95,38 +92,6 @@ def test_ctrl_c_is_a_flag_inside_and_an_exception_outside():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_too_long_conversation_leaves_it_as_it_was(conversation):
-    """The user can go on after /reset, or with a shorter line."""
-    with pytest.raises(ChatSessionError, match="512.*/reset"):
-        ask(conversation, "apples " * 600)
-    assert conversation.messages == []
-
-
-def test_bad_sampling_settings_are_a_users_error(engine, tiny_target):
-    """--temperature -1 must end in a message, not a traceback."""
-    with pytest.raises(ChatSessionError, match="temperature"):
-        ChatSession(engine, tiny_target.tokenizer, context_length=512, temperature=-1.0)
-
-
-@pytest.mark.parametrize(
-    ("plain", "stream", "environment", "mark"),
-    [
-        (False, Terminal(), {}, chat.GREEN),
-        (False, Terminal(), {"NO_COLOR": "1"}, chat.UNDERLINE),
-        (False, Terminal(), {"TERM": "dumb"}, ""),
-        (True, Terminal(), {}, ""),
-        (False, io.StringIO(), {}, ""),
-    ],
-)
-def test_marker(monkeypatch, plain, stream, environment, mark):
-    """Escapes in a file or under NO_COLOR are what users complain about first."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert chat.marker(plain, stream) == mark
-
-
 def test_painter_marks_drafts_and_disarms_control_characters():
     """Only drafted pieces are coloured; a model must not be able to drive the terminal."""
     out = Terminal()
@@ -152,18 +117,6 @@ def test_the_plain_speed_is_measured_outside_of_the_conversation(conversation, e
     assert len(steps) < all_steps and not engine.has_work()
 
 
-def test_the_status_shows_the_speed_so_far(conversation):
-    """Tokens a second are counted from the first token on: the prompt's seconds are not the answer's."""
-    seen = []
-    conversation.ask(
-        "hello", lambda *_: None, lambda: False, lambda request: seen.append(chat.status_of(request, 33.14))
-    )
-    assert seen[0].startswith("1 tokens, - tokens/s") or re.match(r"\d+ tokens, \d+\.\d tokens/s", seen[0])
-    assert re.fullmatch(
-        r"24 tokens, \d+\.\d tokens/s, accept_length \d\.\d\d, plain decoding about 33\.1 tokens/s", seen[-1]
-    )
-
-
 def test_status_line_stays_below_the_answer(monkeypatch):
     """The last line is kept out of the scrolling region, redrawn seldom, and given back whatever happens."""
     monkeypatch.setenv("TERM", "xterm")
@@ -176,16 +129,6 @@ def test_status_line_stays_below_the_answer(monkeypatch):
     written = out.getvalue()
     assert "\x1b[1;23r" in written and written.endswith("\x1b7\x1b[r\x1b[24;1H\x1b[2K\x1b8")
     assert "one" in written and "two" not in written and ("three " * 20)[:39] + chat.END in written
-
-
-def test_no_terminal_gets_no_status(monkeypatch):
-    """A pipe or a dumb terminal would show the codes as text."""
-    monkeypatch.setenv("TERM", "xterm")
-    for out, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
-        monkeypatch.setenv("TERM", term)
-        with chat.StatusLine(out) as status:
-            status.show(lambda: pytest.fail("computed for nothing"))
-        assert out.getvalue() == ""
 
 
 def talk(text):
@@ -211,15 +154,6 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
 
     chat.talk(answer, lambda: None, io.StringIO("one\ntwo\n"))
     assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
-
-
-def test_a_lost_rank_ends_the_chat_with_a_message():
-    """Another process of several has ended: a traceback of ours would tell a user nothing."""
-    closed = []
-    opened = SimpleNamespace(engine=SimpleNamespace(close=lambda: closed.append(1)))
-    with pytest.raises(ParallelError, match="rank 1 of 2"), closing(opened):
-        raise RankLostError("rank 1 of 2 has ended")
-    assert closed == [1]
 
 
 @pytest.mark.process

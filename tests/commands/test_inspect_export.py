@@ -61,29 +61,3 @@ def test_inspect_of_what_cannot_be_used(tiny_draft_directory, tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", str(out)]) == 1
     assert "missing: lm_head.weight" in capsys.readouterr().out
-
-
-def test_inspect_of_a_target(tiny_target_directory, capsys):
-    assert main(["inspect", str(tiny_target_directory)]) == 0
-    said = capsys.readouterr().out
-    assert "target, LlamaForCausalLM" in said and "[2, 3, 4] by default" in said
-    assert main(["inspect", str(tiny_target_directory), "--target", "org/other"]) == 2
-    assert "is a target, and --target" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--shape", "3,1"], "three whole numbers from 1"),
-        (["--set", "norm_output"], "KEY=VALUE is needed"),
-        (["--set", "norm_output=false"], "our own draft directory"),
-    ],
-)
-def test_wrong_words(tiny_draft_directory, tmp_path, capsys, words, says):
-    typed = ["export", "--draft", str(tiny_draft_directory), "--to", "vllm", "--out", str(tmp_path / "o"), *words]
-    assert main(typed) == 2 and says in capsys.readouterr().err
-
-
-def test_no_such_head(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "is no draft directory" in capsys.readouterr().err

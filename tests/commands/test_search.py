@@ -52,15 +52,6 @@ def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFix
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.5"])
-def test_forecast_says_what_sampled_answers_are(
-    draft: Path, temperature: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["forecast", "--draft", str(draft), *SMALL, "--out", "f.json", "--temperature", temperature]
-    assert cli.main(line) == 0
-    assert ("each answer is one draw, by its seed" in capsys.readouterr().out) == (temperature != "0")
-
-
 @pytest.fixture
 def rollouts(draft: Path) -> list[dict]:
     """Greedy answers of the draft's target; the second row has an earlier answer."""
@@ -103,11 +94,8 @@ def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.
     ("change", "says"),
     [
         ({"provenance": {"target": "org/other", "temperature": 0.0}}, "was written by org/other, and the target is"),
-        ({"provenance": {"temperature": 0.0}}, "was written by an unnamed target"),
         ({"provenance": "TEMPERATURE"}, "of temperature 0.7, those before it of 0"),
         ({"response_spans": []}, "rollouts.jsonl:2: response_spans missing or empty"),
-        ({"response_spans": [[3, 99]]}, "the last response span is [3, 99) of"),
-        ({"input_ids": [1, 2, 3, 4, 5, 6, 7, 90000] * 3}, "ids in 1..90000"),
     ],
 )
 def test_rollouts_that_are_refused(
@@ -120,47 +108,11 @@ def test_rollouts_that_are_refused(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--temperature", "0"], ["--prompts", "p.jsonl"], ["--max-tokens", "4"]])
-def test_rollouts_have_their_answers(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["forecast", "--draft", "ckpt", "--rollouts", "r.jsonl", *more]) == 2
-    assert f"{more[0]} is for answers that are written here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["forecast", "search"])
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--draft ngram --target t", "--draft names no head (n-gram lookup has no head)"),
-        ("--draft none --target t", "--draft names no head (nothing is drafted)"),
-        ("--target TINY", "--draft names no head (nothing is drafted)"),
-        ("", "neither --draft nor --target is given"),
-        ("--draft ckpt --top-k 0", "num_steps and top_k must be at least 1"),
-        ("--draft ckpt --num-steps 0", "num_steps and top_k must be at least 1"),
-        ("--draft ckpt --num-draft-tokens 2", "a chain has 2 nodes at least, a tree 3"),
-        ("--draft ckpt --num-draft-tokens 0", "a chain has 2 nodes at least"),
-        ("--draft ckpt --limit 0", "bench.limit"),
-        ("--draft ckpt --prompts none.jsonl", "none.jsonl"),
-    ],
-)
-def test_what_cannot_be_forecast(
-    draft: Path, tiny_target_directory: Path, command: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([command, *line.replace("TINY", str(tiny_target_directory)).split()]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_answers_that_are_too_short(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("forecast", "search"):
-        assert cli.main([command, "--draft", str(draft), *SMALL, "--max-tokens", "1"]) == 2
-        assert "no answer has a complete verify step" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("objective", ["tokens-per-s", "ttft"])
 def test_search_and_what_starts_from_it(
-    draft: Path, objective: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """More requests at once than prompts; the winners land in the draft directory, and a measurement takes them."""
-    line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--objective", objective, "--out", "s.json"]
+    line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--out", "s.json"]
     assert cli.main(line) == 0
     out = capsys.readouterr().out
     assert "batch 1: " in out and "batch 4: " in out and "(best)" in out
@@ -169,7 +121,7 @@ def test_search_and_what_starts_from_it(
         "[2/5] step times at batch 1", "[3/5] end to end at batch 1",
         "[4/5] step times at batch 4", "[5/5] end to end at batch 4",
     ]  # fmt: skip
-    assert ("ttft ms" in out) == (objective == "ttft") and out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
+    assert out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
     record, kept = read_record("s.json", "search"), json.loads(Path("ckpt/search.json").read_text())
     settings = {"plain", "adaptive", *SHAPES}
     for batch in ("1", "4"):
@@ -194,6 +146,7 @@ def test_search_and_what_starts_from_it(
     assert read_record("a.json")["settings"]["shapes"] == ["2,1,3"], "a shape that is given wins"
 
 
+@pytest.mark.slow
 def test_two_searches_and_the_commands_that_use_them(
     draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,21 +171,9 @@ def test_two_searches_and_the_commands_that_use_them(
         caplog.clear()
 
 
-def test_a_directory_of_another_project_is_not_changed(
-    draft: Path, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nor is the cache of the hub, a folder that cannot be written or a target with a module of its own."""
-    assert cli.main(["export", "--draft", str(draft), "--to", "sglang", "--out", "theirs"]) == 0
-    before = sorted(Path("theirs").iterdir())
-    line = ["search", "--draft", "theirs", "--target", str(tiny_target_directory), *SMALL, "--out", "s.json"]
-    assert cli.main(line) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "s.json" and sorted(Path("theirs").iterdir()) == before
-    assert "theirs/search.json would change a directory of another project (`toolkit export --draft" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("case", "says"),
-    [("hub", "ckpt/search.json would change the cache of the hub"), ("full", "ckpt/search.json cannot be written (")],
+    [("full", "ckpt/search.json cannot be written (")],
 )
 def test_a_directory_that_cannot_be_written(
     draft: Path, case: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -246,7 +187,7 @@ def test_a_directory_that_cannot_be_written(
     assert says in caplog.text and read_record("s.json")["best"]["1"] and not (draft / "search.json").is_file()
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle2"])
+@pytest.mark.parametrize("kind", [pytest.param("mtp", marks=pytest.mark.slow)])
 def test_heads_that_share_the_targets_output_matrix(
     kind: str, tiny_target: Target, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,6 +210,7 @@ def test_heads_that_share_the_targets_output_matrix(
     assert "shared/search.json is not used, since it was made with token_map" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
 def test_a_hybrid_target_gets_chains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
@@ -301,10 +243,7 @@ def test_flags_for_other_engines(draft: Path, capsys: pytest.CaptureFixture[str]
         ("--batch 0", "--batch is 0; at least 1 is needed"),
         ("--gpu H100", "--gpu is for another engine; name it with --for"),
         ("--for vllm --top-k 4", "top_k is 4, and vLLM drafts chains only"),
-        ("--for sglang --objective ttft", "--objective is for a search here"),
         ("--for sglang --out x.json", "--out is for a search here"),
-        ("--for sglang --step-ms 1", "REQUESTS:MS is needed"),
-        ("--for sglang --gpu Abacus", "Abacus"),
     ],
 )
 def test_options_that_contradict(draft: Path, line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

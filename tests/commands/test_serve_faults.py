@@ -156,15 +156,6 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
 NO_HEAD = {"ngram": ["--draft", "ngram"], "none": ["--draft", "none"], "off": ["--draft", "head", "--no-draft"], "": []}
 
 
-@pytest.mark.parametrize("flags", NO_HEAD.values(), ids=NO_HEAD)
-def test_check_of_a_server_without_a_head(monkeypatch, tiny_target_directory, flags):
-    """It starts: `toolkit check` would refuse to run, since there is nothing to check."""
-    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail(f"ran {command}"))
-    monkeypatch.setattr("toolkit.commands.serve.load_from", lambda *_: pytest.fail("loading", pytrace=False))
-    with pytest.raises(pytest.fail.Exception, match="loading"):
-        main(["serve", "--target", str(tiny_target_directory), *flags, "--port", "0", "--check"])
-
-
 def test_check_of_the_targets_own_module_and_of_a_token_map(monkeypatch, tiny_target_directory, tmp_path):
     """What will draft is what is checked, without being named on the command line, and with its map."""
     commands = []
@@ -187,14 +178,6 @@ def test_a_broken_target(tiny_target_directory, tmp_path, capsys, damage):
     assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error
 
 
-def test_a_second_server_on_the_port(capsys):
-    """Said before a model is loaded: this target does not exist."""
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = str(first.getsockname()[1])
-        assert main(["serve", "--target", "no/such-model", "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
-
-
 def test_a_key_on_the_command_line_is_refused(capsys, tmp_path):
     """Every user of a machine can read the list of its processes."""
     for flags in (["--api-key", "sk-1"], ["--api-key=sk-1"]):
@@ -203,9 +186,3 @@ def test_a_key_on_the_command_line_is_refused(capsys, tmp_path):
         assert "--api-key-file" in error and "TOOLKIT_API_KEY" in error and "sk-1" not in error
     assert main(["serve", "--target", "x", "--api-key-file", str(tmp_path / "none")]) == 2
     assert str(tmp_path / "none") in capsys.readouterr().err
-
-
-def test_limits_out_of_range(capsys):
-    """Before anything is loaded."""
-    assert main(["serve", "--target", "x", "--max-n", "0"]) == 2
-    assert "--max-n is 0" in capsys.readouterr().err

@@ -105,18 +105,6 @@ def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, m
     assert uses == ["rollouts", "rollouts"]
 
 
-def test_rollouts_by_compiled_forwards(recipe: Path, traced_programs: list) -> None:
-    """The same ids. (Graphs are traced here and not compiled.)"""
-    plain, compiled = Path("plain.jsonl"), Path("compiled.jsonl")
-    common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
-    assert cli.main([*common, str(plain)]) == 0
-    assert not traced_programs
-    assert cli.main([*common, str(compiled), "rollouts.torch_compile=true"]) == 0
-    assert traced_programs
-    ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, compiled)]
-    assert ids[0] == ids[1]
-
-
 def test_token_map_of_any_corpora(
     recipe: Path, tiny_target: Target, tiny_target_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,28 +168,6 @@ def test_two_token_maps_and_a_broken_one(
     assert "the maps are equal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--out", "x"], "--out needs --corpus or --counts"),
-        (["--corpus", "c.txt"], "--corpus needs --out DIR"),
-        (["--corpus", "c.txt", "--counts", "x", "--out", "y"], "--corpus does not go with --counts"),
-        (["--counts", "x", "--roles", "user", "--out", "y"], "--roles does not go with --counts"),
-        (["--diff", "a", "b", "--size", "4"], "--size does not go with --diff"),
-        (["--corpus", "c.txt", "--out", "y", "--num-proc", "0"], "--num-proc is 0; at least 1"),
-        (["--corpus", "c.txt:0.5", "--out", "y"], "the weight of corpus c.txt is 0.5"),
-        (["--corpus", "none.txt", "--out", "y"], "none.txt does not exist"),
-        (["--diff", "a", "b"], "a does not exist; give a freq_N.pt"),
-    ],
-)
-def test_token_map_arguments_that_do_not_fit(
-    recipe: Path, tiny_target_directory: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A flag that is ignored looks as if it had been obeyed."""
-    assert cli.main(["build-token-map", "--recipe", str(recipe), *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_bench_acceptance_writes_record_and_page(
     recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,26 +191,6 @@ def test_bench_acceptance_writes_record_and_page(
     assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
 
 
-def test_every_draft_shape_asked_for_is_measured(
-    recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Given four times, only the last shape was measured, and nothing said so."""
-    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples"]}\n')
-    line = ["bench", "acceptance", "--draft", str(draft_dir), "--prompts", "p.jsonl", "--max-tokens", "4"]
-    shapes = ["--shape", "1,1,2", "--shape", "2,1,3", "2,2,4", "--out", "a.json"]
-    assert cli.main([*line, *shapes]) == 0
-    record = json.loads(Path("a.json").read_text())
-    assert [row["num_draft_tokens"] for row in record["rows"] if row["task"] == "all"] == [2, 3, 4]
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("chain 1", "chain 2", "tree 2x2/4"))
-    # On a target this small drafting may cost more than it saves; then none is the best.
-    pays = any(round(row["speedup"], 2) >= 1 for row in record["rows"] if row["task"] == "all")
-    assert out.count("(best)") == pays
-    assert not (draft_dir / "measured.json").exists(), "another measurement must not change what serve starts with"
-    assert cli.main([*line, "--shape", "2,1,3", "--shape", "2,1,3"]) == 2
-    assert "each value once" in capsys.readouterr().err
-
-
 def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_directory: Path) -> None:
     """The floor that every head must beat has to come out of the same measurement; it needs --target alone."""
     Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples and count apples"]}\n')
@@ -254,37 +200,6 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
     assert {row["method"] for row in record["rows"]} == {"ngram"} and record["draft"]["head"] == "ngram"
     assert record["rows"][0]["tokens_equal"] is True
     assert cli.main(line) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--token-map", "x.pt"], "--token-map is x.pt, but this eagle3 head has an output matrix of its own"),
-        (["--max-tokens", "0"], "max_tokens = 0"),
-        (["--temperature", "-1"], "temperature = -1.0"),
-        (["--temperature", "inf"], "temperature = Infinity"),
-        (["--warmup", "-1"], "warmup = -1"),
-        (["--batch", "0"], "--max-running-requests is 0; at least 1"),
-        (["--shape", "4,1,9"], "write 4,1,5"),
-        (["--verify", "block", "--shape", "2,1,3", "3,2,6"], "use 3,1,4, or set "),
-        (["--shape", "4,999,9"], "exceeds the draft vocabulary"),
-        (["--recipe", "r.yaml"], "--recipe and --draft"),
-    ],
-)
-def test_wrong_arguments_of_bench_are_one_line(
-    recipe: Path, draft_dir: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A traceback tells a user nothing about what to type instead."""
-    assert cli.main(["bench", "acceptance", "--draft", str(draft_dir), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert told in error and "Traceback" not in error
-
-
-def test_options_of_another_head_are_not_ignored_with_a_recipe(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "acceptance", "--recipe", str(recipe), "--shape", "4,1,5"]) == 2
-    assert "--shape needs --draft; override bench.shapes=" in capsys.readouterr().err
 
 
 def test_train_passes_the_exit_status_on(
@@ -316,13 +231,3 @@ def test_train_refuses_a_batch_that_cannot_be_shared(recipe: Path, capsys: pytes
         assert "a multiple of 3, the number of training processes" in told
         assert "set train.data.global_batch=6 or 9, or --num-processes 2" in told
         assert head.is_file() and not Path("runs/tiny/replaced").exists()
-
-
-def test_report_of_a_recipe_and_of_a_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """README says that report takes a recipe as the other stages do; a folder alone must work without one."""
-    assert cli.main(["report", "--recipe", str(recipe), "name=tiny"]) == 2
-    assert "stage report needs runs/tiny/" in capsys.readouterr().err
-    Path("some").mkdir()
-    assert cli.main(["report", "some"]) == 0 and Path("some/report.html").is_file()
-    assert cli.main(["report", "some", "--recipe", str(recipe)]) == 2
-    assert "takes no other argument" in capsys.readouterr().err
