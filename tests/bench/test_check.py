@@ -27,7 +27,6 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -284,18 +283,6 @@ def test_a_measurement_that_differs_otherwise(good_head, tmp_path, change, statu
     assert row["status"] == status and says in row["detail"]
 
 
-def test_a_copy_of_the_target_is_the_target(good_head, tiny_target_directory, tmp_path, monkeypatch):
-    """Its name is another folder's; the configuration tells. A name without a fingerprint tells nothing of a folder."""
-    copy = shutil.copytree(tiny_target_directory, tmp_path / "moved")
-    status, rows = check(good_head, tmp_path / "check.json", "--target", str(copy))
-    assert status == 0 and "has the configuration of" in rows["target"]["detail"]
-    config = read_json(good_head / "config.json")
-    config["toolkit"]["target"] = {"name": "org/other"}
-    write_json(shutil.copytree(good_head, tmp_path / "named") / "config.json", config)
-    status, rows = check(tmp_path / "named", tmp_path / "check.json", "--target", str(copy))
-    assert (status, rows["target"]["status"], rows["template"]["status"]) == (0, "skipped", "skipped")
-
-
 # -- an engine that is wrong -------------------------------------------------------------------------------------------
 
 
@@ -351,18 +338,6 @@ def test_the_exact_distribution_is_that_of_the_target(tiny_target):
 
 
 # -- other kinds of head -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("config_class", "head_class"), [(MtpConfig, MtpHead)])
-def test_heads_that_share_the_output_matrix(tiny_target, tiny_target_directory, tmp_path, config_class, head_class):
-    """They have no map and no auxiliary layers. Without training they accept nothing, and nothing tells why."""
-    torch.manual_seed(5)
-    head = head_class(config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size))
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    directory = save_draft(tmp_path / "ckpt", head.state_dict(), head.config, None, meta)
-    status, rows = check(directory, tmp_path / "check.json")
-    skipped = [name for name, row in rows.items() if row["status"] == "skipped"]
-    assert status == 1 and failed(rows) == ["acceptance"] and skipped == ["template", "token map"], rows
 
 
 @pytest.mark.parametrize("family", [name for name in ("mimo", "qwen3.5") if name in FAMILIES])

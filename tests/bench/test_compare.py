@@ -94,12 +94,6 @@ def test_unpaired_gains_give_a_wide_interval(tmp_path, record):
     assert low == 0 and high > 0.3
 
 
-def test_the_ratio_of_speeds_is_that_of_the_speedups(tmp_path, record):
-    """A machine that was twice as fast for both modes gains nothing."""
-    (_, speeds) = row_of(compared(tmp_path, record, twice_as_fast(record, plain_too=True)), "chain 2 (forced)")
-    assert speeds.endswith("1.00x [1.00, 1.00]")
-
-
 @pytest.mark.parametrize(
     ("places", "says"),
     [

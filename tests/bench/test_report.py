@@ -79,33 +79,6 @@ def test_a_setting_that_loses_to_plain_decoding_is_not_recommended(run_folder):
     assert "3 verify steps, too few for an interval" in html and "(3 steps)" in html
 
 
-def test_every_temperature_is_on_the_page(run_folder):
-    """One measured and left out, or shown under another's name, would pass for a report of the whole."""
-    measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
-    for temperature, length in ((1.0, 1.234), (0.7, 1.567)):
-        rows = [row | {"temperature": temperature, "accept_length": length} for row in measured["rows"]]
-        other = measured | {"rows": rows, "settings": measured["settings"] | {"temperature": temperature}}
-        (run_folder / "bench" / f"acceptance-T{temperature:g}.json").write_text(json.dumps(other))
-    real = [{"name": f"chain 4, T={value}", "accept_length": 1.5 + value} for value in (0, 1)]
-    with (run_folder / "train" / "metrics.jsonl").open("a") as handle:
-        handle.writelines(
-            json.dumps({"step": step, "real_accept_length": 2, "real": real}) + "\n" for step in (100, 200)
-        )
-    json_path, html_path = write_report(run_folder)
-    html = html_path.read_text()
-    places = [html.index(f"By setting, temperature {value}<") for value in ("0", "0.7", "1")]
-    assert places == sorted(places) and Balance(html).broken == []
-    assert (
-        "1.57" in html[places[1] : places[2]]
-        and "1.23" in html[places[2] :]
-        and "1.23" not in html[places[0] : places[2]]
-    )
-    assert all(f"chain 4, T={value}" in html for value in (0, 1)), "the engine's measurements during training"
-    record = json.loads(json_path.read_text())
-    assert [one["settings"]["temperature"] for one in record["further_temperatures"]] == [0.7, 1.0]
-    assert record["settings"]["temperature"] == 0
-
-
 @pytest.mark.parametrize(
     ("gone", "named", "pictures"),
     [
@@ -120,27 +93,6 @@ def test_a_missing_part_is_named_on_the_page(run_folder, gone, named, pictures):
     assert "Not in this report" in html and named in html
     assert [a["id"] for tag, a in Balance(html).seen if tag == "figure"] == pictures
     assert any(named in sentence for sentence in json.loads(json_path.read_text())["missing"])
-
-
-def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
-    """Training that was killed while it wrote leaves half a line; nan (json.dumps writes it) is no loss."""
-    path = run_folder / "train" / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": NaN}\n{"step": 1, "loss": 2.5}\n{"step": 3, "lo')
-    record = json.loads(write_report(run_folder)[0].read_text())
-    assert record["training"] == {
-        "steps": 1,
-        "supervised_tokens": None,
-        "step_seconds": None,
-        "loss_first": 2.5,
-        "loss_last": 2.5,
-        "forecast_accept_length_last": None,
-        "forecast_accept_length_best": None,
-        "forecast_best_step": None,
-        "real_accept_length_best": None,
-        "real_best_step": None,
-    }
-    assert any("is incomplete" in sentence for sentence in record["missing"])
-    assert any("no forecast" in sentence for sentence in record["missing"])
 
 
 def test_text_from_outside_cannot_break_the_page(run_folder):

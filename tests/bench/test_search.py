@@ -19,7 +19,7 @@ from toolkit.bench.search import (
     predict,
     winner,
 )
-from toolkit.bench.side_by_side import BenchError, LoggedAnswer, Question, Round, Sampling, Trial
+from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
 from toolkit.bench.step_times import (
     Parts,
     StepTimes,
@@ -219,17 +219,3 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
         assert [one.accept_length for one in measured[2:]] == pytest.approx(
             [shortened.forecast(one.shape).accept_length for one in chosen]
         )
-
-
-def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
-    """A prompt that leaves room for one token would end before its batch is full, again and again."""
-    prompts = [list(range(5, 105)) * 5] * 2
-    trial = Trial(tiny_target, tiny_draft, (), Sampling(99, 0.0, 0), EngineConfig(max_running_requests=3))
-    times = measure_step_times(trial, [CHAIN, TREE], prompts, lambda times: [TREE])
-    assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {"chain,3", "tree,4"}
-
-
-def test_answers_without_a_verify_step(tiny_target, tiny_draft):
-    """Of answers of one token nothing follows; a table of dashes, or a crash in the search, would not say why."""
-    with pytest.raises(BenchError, match="no answer has a complete verify step .the longest has 1 tokens.; raise"):
-        forecast_surface(Trial(tiny_target, tiny_draft, PROMPTS, Sampling(1, 0.0, 0), EngineConfig()), LARGEST)

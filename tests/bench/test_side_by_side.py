@@ -1,11 +1,8 @@
 import pytest
 
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import BenchError, Mode, ResumeLog, Sampling, Trial, longest_prompt, run_side_by_side
-from toolkit.bench.step_times import LEAST_ANSWER, measure_step_times
-from toolkit.infer.cache.cache_size import ROOM
+from toolkit.bench.side_by_side import BenchError, Mode, ResumeLog, Sampling, longest_prompt, run_side_by_side
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.request import PromptTooLongError
 
@@ -36,14 +33,6 @@ def test_modes_are_interleaved_in_rotating_order(scripted, words):
     run_side_by_side(modes, words, prompts(("p",), ("q",), ("r",)), SAMPLING, warmup=0)
     names = ["plain", CHAIN.name, TREE.name]
     assert log == names + names[1:] + names[:1] + names[2:] + names[:2]
-
-
-def test_adaptive_drafting_chooses_for_itself(scripted, words):
-    """Setting its shape before each prompt would make it forget what it has learned of the machine."""
-    engine = scripted(lambda ids, shape: PLAIN_RUNS)
-    mode = Mode(engine, TREE, adaptive=True)
-    (done,) = run_side_by_side([mode], words, prompts(("p",)), SAMPLING, warmup=0)
-    assert done.mode == "adaptive" and engine.shape is None and done.answers[0].output_ids == (97, 98, 99)
 
 
 def test_later_turns_follow_plain_decodings_answer_in_every_mode(scripted, words):
@@ -147,20 +136,3 @@ def test_a_conversation_fits(tiny_target):
     assert len(asked) == 3 and max(asked) <= with_room
     alone = Prompt("2", "count", TALK.turns[:1], TALK.system)
     assert longest_prompt(tiny_target, [alone], 20) == asked[0], "of a single turn exactly"
-
-
-def test_engines_of_step_times_hold_their_prompts(tiny_target, tiny_draft, monkeypatch):
-    """Prompts are read whole, and no engine's cache is larger than two rows of them need."""
-    seen, add = [], Engine.add_request
-
-    def noted(self, ids, params, **options):
-        seen.append((len(ids), self.context_length, self._memory.pool.capacity * self._memory.pool.page_size))
-        return add(self, ids, params, **options)
-
-    monkeypatch.setattr(Engine, "add_request", noted)
-    prompts = [list(range(5, 105)), list(range(5, 15))]
-    trial = Trial(tiny_target, tiny_draft, (), Sampling(8, 0.0, 0), EngineConfig(max_running_requests=2))
-    measure_step_times(trial, [DraftShape.chain(2)], prompts, lambda times: [])
-    context = 100 + LEAST_ANSWER
-    assert {length for length, _, _ in seen} == {100, 10}
-    assert {held for _, held, _ in seen} == {context} and max(cache for _, _, cache in seen) <= 2 * (context + ROOM)

@@ -6,7 +6,6 @@ import argparse
 import io
 import os
 import re
-import signal
 
 import pytest
 
@@ -60,19 +59,6 @@ def test_second_turn_sees_the_first_and_reset_forgets(conversation):
     assert conversation.messages == [] and ask(conversation, "hello")[0].text == first
 
 
-def test_a_chat_states_a_seed_only_when_it_is_given_one(engine, tiny_target, monkeypatch):
-    """A seed by default would keep the default verifier from drawing drafts, and give the same answer in every chat."""
-    taken, add_request = [], engine.add_request
-    monkeypatch.setattr(engine, "add_request", lambda *args: taken.append(add_request(*args)) or taken[-1])
-    for arguments in ([], ["--seed", "3"]):
-        parser = argparse.ArgumentParser()
-        chat.add_arguments(parser)
-        seed = parser.parse_args(arguments).seed
-        settings = {"context_length": 512, "max_tokens": 4, "temperature": 1.0, "seed": seed}
-        ask(ChatSession(engine, tiny_target.tokenizer, **settings), "hello")
-    assert [request.states_seed for request in taken] == [False, True] and taken[1].params.seed == 3
-
-
 def test_interrupt_stops_the_answer_only(conversation, engine):
     """Ctrl-C between steps: the engine is free again, the part that was shown stays in the conversation."""
     steps = iter([False, False, True])
@@ -80,16 +66,6 @@ def test_interrupt_stops_the_answer_only(conversation, engine):
     assert exchange.answer.finish_reason == "abort" and 0 < exchange.answer.n_tokens < 24
     assert not engine.has_work()
     assert ask(conversation, "again")[0].answer.finish_reason in ("stop", "length")
-
-
-def test_ctrl_c_is_a_flag_inside_and_an_exception_outside():
-    """A KeyboardInterrupt in the middle of a step would leave the engine's cache half written."""
-    before = signal.getsignal(signal.SIGINT)
-    with chat.interrupts() as interrupted:
-        assert not interrupted()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted()
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_painter_marks_drafts_and_disarms_control_characters():
@@ -135,13 +111,6 @@ def talk(text):
     asked, resets = [], []
     chat.talk(asked.append, lambda: resets.append(1), io.StringIO(text))
     return asked, len(resets)
-
-
-def test_lines_commands_and_the_end_of_input(capsys):
-    """/quit ends, the end of input ends, an unknown command is said so and not sent to the model."""
-    assert talk("hi\n\n/reset\n/nonsense\n/etc/hosts is a file\n") == (["hi", "/etc/hosts is a file"], 1)
-    assert "no command /nonsense" in capsys.readouterr().err
-    assert talk("/quit\nnever\n") == ([], 0)
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):

@@ -41,12 +41,12 @@ def shapes_in(record: dict) -> list[str]:
     return [f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}" for row in record["rows"]]
 
 
-def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_prints_tables(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The draft directory names the target; nothing else is needed."""
     assert cli.main(["forecast", "--draft", str(draft), *SMALL, "--out", "f.json"]) == 0
     out = capsys.readouterr().out
     assert "top_k 1: chains, by levels" in out and "top_k 2: levels downwards" in out
-    assert out.splitlines()[-2:] == ["f.json", "f.png"] and Path("f.png").stat().st_size > 1000
+    assert out.splitlines()[-1] == "f.json"
     record = read_record("f.json", "forecast")
     assert shapes_in(record) == SHAPES and record["settings"]["max_tokens"] == 12
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
@@ -88,24 +88,6 @@ def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.
     assert all(0 < row["verify_steps"] <= sum(tokens) - 2 for row in record["rows"])
     assert cli.main(["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *sizes, "--limit", "1"]) == 0
     assert read_record("f.json")["answers"] == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"provenance": {"target": "org/other", "temperature": 0.0}}, "was written by org/other, and the target is"),
-        ({"provenance": "TEMPERATURE"}, "of temperature 0.7, those before it of 0"),
-        ({"response_spans": []}, "rollouts.jsonl:2: response_spans missing or empty"),
-    ],
-)
-def test_rollouts_that_are_refused(
-    draft: Path, rollouts: list[dict], change: dict, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rollouts[1] |= change
-    if change == {"provenance": "TEMPERATURE"}:
-        rollouts[1]["provenance"] = rollouts[0]["provenance"] | {"temperature": 0.7}
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts)]) == 2
-    assert says in capsys.readouterr().err
 
 
 def test_search_and_what_starts_from_it(
@@ -169,22 +151,6 @@ def test_two_searches_and_the_commands_that_use_them(
         load_from(args, max_running_requests=1).engine.close()
         assert "not used" not in caplog.text and "search.json" in caplog.text, command
         caplog.clear()
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [("full", "ckpt/search.json cannot be written (")],
-)
-def test_a_directory_that_cannot_be_written(
-    draft: Path, case: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The measurement is printed and recorded all the same."""
-    if case == "hub":
-        monkeypatch.setattr("toolkit.pipeline.search.HF_HUB_CACHE", str(draft.resolve().parent))
-    else:
-        (draft / "search.json").mkdir()
-    assert cli.main(["search", "--draft", str(draft), *SMALL, "--out", "s.json"]) == 0
-    assert says in caplog.text and read_record("s.json")["best"]["1"] and not (draft / "search.json").is_file()
 
 
 @pytest.mark.parametrize("kind", [pytest.param("mtp", marks=pytest.mark.slow)])

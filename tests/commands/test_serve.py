@@ -54,12 +54,6 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
     assert "toolkit: error:" in error and says in error and "Traceback" not in error
 
 
-def test_a_switch_that_would_change_nothing(capsys):
-    """It is a mistake to tell, not to ignore."""
-    assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
-    assert "--disable-overlap-schedule is set, but only CUDA graphs overlap" in capsys.readouterr().err
-
-
 @pytest.fixture(scope="module")
 def process(tiny_draft_directory):
     """`python -m toolkit serve --draft DIR` in a process of its own, and the text that it printed when ready."""

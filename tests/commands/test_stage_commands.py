@@ -10,11 +10,8 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.pipeline import prompts as prompts_of_run
 from toolkit.pipeline import train as training
 from toolkit.pipeline.run import Run
-from toolkit.pipeline.stages import PipelineError
-from toolkit.recipe import PromptSettings
 from toolkit.targets.target import Target
 
 
@@ -67,27 +64,6 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown
-
-
-def test_prompts_of_both_origins(recipe: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources' user turns, then the target's own, each with its provenance; one id for two prompts is refused."""
-    own = Path("made/p_synthesised.jsonl")
-
-    def synthesise(*given: object) -> str:
-        own.parent.mkdir(exist_ok=True)
-        own.write_text(json.dumps({"id": "synth-000000", "prompt": "own"}) + "\n")
-        return ""
-
-    monkeypatch.setattr(prompts_of_run, "_synthesise", synthesise)
-    settings = PromptSettings(sources=("prompts.jsonl",), limit=2, synthesize=1)
-    said = prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
-    made = rows(Path("made/p.jsonl"))
-    assert said == "3 prompts, 3 user turns" and [len(row["messages"]) for row in made] == [1, 1, 1]
-    methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
-    assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
-    Path("prompts.jsonl").write_text(own.read_text())
-    with pytest.raises(PipelineError, match="'synth-000000' is in the sources and among the synthesised prompts"):
-        prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
 
 
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:
@@ -189,17 +165,6 @@ def test_bench_acceptance_writes_record_and_page(
     record = json.loads(Path("out/a.json").read_text())
     assert record["rows"][0]["tokens_equal"] is True and record["settings"]["shapes"] == ["2,1,3"]
     assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
-
-
-def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_directory: Path) -> None:
-    """The floor that every head must beat has to come out of the same measurement; it needs --target alone."""
-    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples and count apples"]}\n')
-    line = ["bench", "acceptance", "--draft", "ngram", "--prompts", "p.jsonl", "--max-tokens", "8", "--warmup", "0"]
-    assert cli.main([*line, "--shape", "3,1,4", "--target", str(tiny_target_directory), "--out", "a.json"]) == 0
-    record = json.loads(Path("a.json").read_text())
-    assert {row["method"] for row in record["rows"]} == {"ngram"} and record["draft"]["head"] == "ngram"
-    assert record["rows"][0]["tokens_equal"] is True
-    assert cli.main(line) == 2
 
 
 def test_train_passes_the_exit_status_on(

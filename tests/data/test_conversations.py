@@ -227,17 +227,3 @@ def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.Mo
     ):
         read_conversations("hub:org/name", limit=5)
     assert len(read) < 2000
-
-
-def test_a_stream_that_breaks_off_names_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network may fail in the middle of a hub dataset, long after it was opened."""
-    datasets = pytest.importorskip("datasets")
-
-    def rows() -> Any:
-        yield {"prompt": "one"}
-        raise ConnectionError("server disconnected")
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    with pytest.raises(DataError, match="reading failed after 1 rows .*ConnectionError"):
-        read_conversations("hub:org/name", limit=5)

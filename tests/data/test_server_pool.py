@@ -289,15 +289,6 @@ def test_all_servers_die_and_the_run_goes_on_later(start, target, tokenizer, tmp
     assert len(healthy.asked) == COUNT - kept
 
 
-def test_no_server_at_the_start(start, target) -> None:
-    """A wrong port is told at once, not after all retries."""
-    gone = start()
-    gone.http.shutdown()
-    gone.http.server_close()
-    with pytest.raises(ServerError, match=f"no server answers:\n  {gone.url}/v1: "):
-        answers(target(gone), [])
-
-
 def test_another_model(start, target, requests, expected) -> None:
     """Both are named. The name of the target on the server may be given."""
     server = start()

@@ -67,13 +67,6 @@ def test_prefix_ends_where_the_user_begins(
     assert rendered["input_ids"][: len(prefix)] == prefix
 
 
-def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Such a target would have no prompt at all."""
-    tokenizer.chat_template = "{{ bos_token }}nothing of the user"
-    with pytest.raises(ChatTemplateError, match="user slot"):
-        user_turn_prefix_ids(tokenizer)
-
-
 def test_accepted_are_the_first_good_attempts(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
 ) -> None:
@@ -115,19 +108,6 @@ def test_a_killed_run_ends_with_the_same_prompts(
     assert len(numbers) == len(set(numbers)) and len(second.calls) == len(numbers) - die_after
     nothing = fake_target(tokenizer, turn, 0)
     assert synthesise(nothing) == stats and not nothing.calls
-
-
-def test_more_prompts_go_on_from_the_attempts_made(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
-) -> None:
-    """Asking for more later must keep the first ones and cost only the difference."""
-    synthesise(fake_target(tokenizer, turn))
-    first = list(read_conversations(tmp_path / "prompts.jsonl"))
-    made = len(list(read_rows(tmp_path / "attempts.jsonl")))
-    more = fake_target(tokenizer, turn)
-    synthesise(more, PromptSettings(synthesize=40, max_tokens=60))
-    assert list(read_conversations(tmp_path / "prompts.jsonl"))[:30] == first
-    assert {NUMBER_OF[request.seed] for request in more.calls}.isdisjoint(range(made))
 
 
 def test_too_few_prompts_are_a_warning_and_far_too_few_an_error(

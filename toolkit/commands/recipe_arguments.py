@@ -1,4 +1,4 @@
-"""Arguments that several commands share: of a recipe; of head, prompts, answers and shapes in forecasts and searches."""
+"""Arguments that several commands share: a recipe; and of forecasts and searches head, prompts and shapes."""
 
 from __future__ import annotations
 
