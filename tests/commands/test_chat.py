@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from toolkit.commands import chat, chat_session
-from toolkit.commands.chat_session import ChatSession, ChatSessionError
+from toolkit.commands import chat
+from toolkit.commands.chat import ChatSession, ChatSessionError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load import load_engine
 
@@ -87,7 +87,7 @@ def test_the_plain_speed_is_measured_outside_of_the_conversation(conversation, e
     assert conversation.plain_tokens_per_s() > 0
     assert len(conversation.messages) == 2 and not engine.has_work()
     all_steps = len(steps)
-    monkeypatch.setattr(chat_session, "TIMED_SECONDS", 0.0)  # a large model: no more steps than are needed
+    monkeypatch.setattr(chat, "TIMED_SECONDS", 0.0)  # a large model: no more steps than are needed
     steps.clear()
     assert conversation.plain_tokens_per_s() > 0
     assert len(steps) < all_steps and not engine.has_work()
