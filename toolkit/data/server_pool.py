@@ -211,8 +211,18 @@ class _Server:
             )
         self.error, self._answers = "", False
         self.model, self.context_length = card["id"], card.get("max_model_len")
-        self.provenance = {"model": self.model, "engine": card.get("owned_by")}
+        self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": await self._version()}
         logger.info("%s answers as %s", self.url, self.provenance)
+
+    async def _version(self) -> str | None:
+        for path in ("/version", "/get_server_info"):  # vLLM and ours, SGLang
+            try:
+                found = await self._ask(self.url.removesuffix("/v1") + path)
+            except (_Failed, ServerError):
+                continue
+            if isinstance(found, dict) and "version" in found:
+                return str(found["version"])
+        return None
 
     async def answer(self, request: GenerationRequest) -> GenerationResult:
         """Raises `ServerError` if the server refuses the request, `_Failed` if it fails."""
