@@ -151,10 +151,3 @@ def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
     assert not {"wandb", "wandb_project"} & train["tracking"].keys() and "micro_batch" not in train["data"]
     assert "max_running_requests" not in rollouts and {"temperature", "max_tokens", "held_out"} <= rollouts.keys()
     assert train["optimizer"]["betas"] == [0.9, 0.95]
-
-
-def test_every_problem_is_a_line_of_its_own(tmp_path: Path) -> None:
-    """Whoever mends a recipe wants to read all of its mistakes at once."""
-    message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\nbench: {warmup: 2024-01-01}\n"))
-    keys = [line.rpartition(": it must")[0].split()[-3] for line in message.splitlines()]
-    assert keys == ["seed", "train.epochs", "bench.warmup"]

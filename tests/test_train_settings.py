@@ -41,13 +41,6 @@ def test_settings_of_another_kind_of_head_are_refused() -> None:
     assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
 
 
-def test_a_shifted_mask_of_all_tokens_is_refused() -> None:
-    """It differs from the exact mask at the ends of a text only, so its measurement would show nothing."""
-    assert load_recipe(DEMO_RECIPE, ["train.unroll.mask_shift=1"]).train.unroll.mask_shift == 1
-    told = refused(DEMO_RECIPE, "train.unroll.mask_shift=1", "train.data.supervise=all")
-    assert "train.unroll.mask_shift = 1: a shift changes next to nothing under train.data.supervise=all" in told
-
-
 @pytest.mark.parametrize("override", ["train.evaluation.real_every=9", "target.quantization=int8"])
 def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str) -> None:
     """The engine's rounds on one process would wait for the others' for ever; quantised layers are not cut."""

@@ -1,10 +1,9 @@
 import pytest
 
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import BenchError, Mode, ResumeLog, Sampling, longest_prompt, run_side_by_side
+from toolkit.bench.side_by_side import Mode, ResumeLog, Sampling, longest_prompt, run_side_by_side
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import PromptTooLongError
 
 CHAIN, TREE = DraftShape.chain(2), DraftShape(2, 2, 4)
 SAMPLING = Sampling(max_tokens=8, temperature=0.0, seed=0)
@@ -71,18 +70,6 @@ def test_seeds_differ_by_question_and_not_by_mode(scripted, words):
     assert all(len(found) == 1 for found in seeds.values())
     assert len(set.union(*seeds.values())) == 3
     assert modes[0].engine.params[0].temperature == 0.8
-
-
-def test_a_prompt_that_is_too_long_is_named(words):
-    class Full:
-        def add_request(self, *_, **__):
-            raise PromptTooLongError("the prompt has 900 tokens")
-
-        def has_work(self):
-            return False
-
-    with pytest.raises(BenchError, match="prompt 0, turn 0: the prompt has 900 tokens"):
-        run_side_by_side([Mode(Full(), None)], words, prompts(("p",)), SAMPLING, warmup=0)
 
 
 @pytest.mark.parametrize("batch", [2])

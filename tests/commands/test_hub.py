@@ -98,22 +98,3 @@ def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
     facts = target_facts("org/target")
     repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.25}).encode()})
     assert facts.revision == second and load_target("org/target", revision=facts.revision).revision == second
-
-
-def test_an_import_from_a_hub_says_which_commits(hub, tiny_draft_directory, tiny_target_directory, tmp_path):
-    """Both repositories move on; the head that was read, and the target it was read with, are one commit each."""
-    assert export(tiny_draft_directory, tmp_path / "o", to="vllm") == 0
-    target, head = (local_hub.Repository() for _ in range(2))
-    hub.repositories.update({"org/target": target, "org/head": head})
-    old = target.commit(files_of(Path(tiny_target_directory)))
-    new = target.commit({"notes.txt": b"moved on"})
-    head.commit({"notes.txt": b"empty"})
-    of_head = head.commit({**files_of(tmp_path / "o"), "README.md": b"---\nbase_model: org/target\n---\n"})
-    meta = open_head("org/head").meta
-    assert meta["source"] == {"name": "org/head", "revision": of_head}
-    assert meta["target"] == {"name": "org/target", "revision": new}
-    assert main(["inspect", "org/head", "--target", f"org/target@{old}"]) == 0
-    typed = ["export", "--draft", "org/head", "--to", "toolkit", "--out", str(tmp_path / "own")]
-    assert main([*typed, "--target", f"org/target@{old}"]) == 0
-    stored = json.loads((tmp_path / "own" / "config.json").read_text())["toolkit"]
-    assert stored["source"]["revision"] == of_head and stored["target"] == {"name": "org/target", "revision": old}

@@ -8,19 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
 from tests.conftest import train_tokenizer
 from toolkit import cli
 from toolkit.bench.records import read_record
-from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.commands.model_arguments import load_from
-from toolkit.heads.registry import head_class
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.target import Target
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
 SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
@@ -151,29 +147,6 @@ def test_two_searches_and_the_commands_that_use_them(
         load_from(args, max_running_requests=1).engine.close()
         assert "not used" not in caplog.text and "search.json" in caplog.text, command
         caplog.clear()
-
-
-@pytest.mark.parametrize("kind", [pytest.param("mtp", marks=pytest.mark.slow)])
-def test_heads_that_share_the_targets_output_matrix(
-    kind: str, tiny_target: Target, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a token map, whose ids limit top_k; a search with it holds for no engine without it."""
-    config_class = head_class(kind).config_class
-    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    save_draft("shared", head_class(kind)(config).state_dict(), config, None, meta)
-    torch.save(list(range(30)), "map.pt")
-    line = ["search", "--draft", "shared", "--token-map", "map.pt", *SMALL, "--top-k", "1", "99", "--temperature", "1"]
-    assert cli.main([*line, "--out", "s.json"]) == 0
-    assert "top_k 99 is left out: the draft vocabulary has 30 tokens" in caplog.text
-    settings = read_record("s.json")["settings"]
-    assert settings["token_map"]["file"] == "map.pt" and settings["temperature"] == 1
-    assert (
-        json.loads(Path("shared/search.json").read_text())["found"]["sampled, verify target"]["1"]["shape"]
-        in SHAPES[:2]
-    )
-    load_engine(EngineConfig(draft="shared")).engine.close()
-    assert "shared/search.json is not used, since it was made with token_map" in caplog.text
 
 
 @pytest.mark.slow

@@ -179,20 +179,3 @@ def test_train_passes_the_exit_status_on(
     assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]
     assert "status 143" in capsys.readouterr().err
     assert json.loads(Path("runs/tiny/train/manifest.json").read_text())["status"] == "running"
-
-
-def test_train_refuses_a_batch_that_cannot_be_shared(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Found by the training processes, it would end in a page of traceback from their launcher. An earlier head, of
-    other settings, stays where it is."""
-    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
-    head = Path("runs/tiny/train/metrics.jsonl")
-    head.parent.mkdir()
-    head.touch()
-    manifest = json.loads(Path("runs/tiny/token_map/manifest.json").read_text())
-    (head.parent / "manifest.json").write_text(json.dumps(manifest | {"stage": "train", "settings": {}}))
-    for command in (["train", "--recipe", str(recipe)], ["run", str(recipe)], ["run", str(recipe), "--force", "train"]):
-        assert cli.main([*command, "--num-processes", "3"]) == 2
-        told = capsys.readouterr().err
-        assert "a multiple of 3, the number of training processes" in told
-        assert "set train.data.global_batch=6 or 9, or --num-processes 2" in told
-        assert head.is_file() and not Path("runs/tiny/replaced").exists()

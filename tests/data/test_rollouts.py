@@ -271,23 +271,3 @@ def test_a_generate_that_breaks_its_contract_is_named(
     answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
     with pytest.raises(RuntimeError, match=message):
         write(lambda requests: answers, [conversation("a", "Hi?")])
-
-
-def test_drafts_are_counted_over_all_turns(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
-) -> None:
-    """A row is rewritten with every turn: counts of the last turn alone would make long dialogues look slow."""
-    target = fake_target(tokenizer, answer)
-
-    def generate(requests: Any) -> Any:
-        for index, result in target(requests):
-            yield index, replace(result, draft_used="d", verify_steps=2, accepted=3)
-
-    write(generate)
-    for row in rows_of(tmp_path / "rollouts.jsonl").values():
-        turns = sum(message["role"] == "assistant" for message in row["messages"])
-        assert row["drafting"] == {"verify_steps": 2 * turns, "accepted": 3 * turns}
-        assert row["provenance"]["draft"] == "d"
-    (tmp_path / "rollouts.jsonl").unlink()
-    write(lambda requests: ((index, replace(result, draft_used=None)) for index, result in target(requests)))
-    assert not any("drafting" in row for row in rows_of(tmp_path / "rollouts.jsonl").values()), "nothing was drafted"

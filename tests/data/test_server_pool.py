@@ -229,6 +229,13 @@ def test_left_out_answers_are_counted(start, target, tokenizer, tmp_path: Path) 
     assert not list(read_rows(tmp_path / "r_skipped.jsonl"))
 
 
+def test_a_server_that_is_busy_for_long_is_waited_for(start, target, requests, expected) -> None:
+    """It has not died, however often it says so."""
+    server = start()
+    server.fault = lambda number: (429, {"Retry-After": "0"}, {}) if number < 12 else None
+    assert [one.output_ids for one in answers(target(server), requests, 1)] == expected
+
+
 def test_errors_that_pass(start, target, requests, expected) -> None:
     """A busy server, a proxy's 502, an answer that a shutdown cut: the same request is asked again."""
     server, steady = start(), start()
