@@ -2,7 +2,7 @@
 
     python benchmarks/few_tokens.py RUN_OR_ROLLOUTS ... [--tokens 50000 200000] [--minutes 60] [--jobs 2] [a.b=c ...]
 
-A source is a run folder, or a rollouts file, whose token map is then built. `published` is training_published.py;
+A source is a run folder, or a rollouts file, whose token map is then built. `published` is that of training.py;
 `ours` is the recipe (by default the demo's) with the settings that follow as a.b=c. --variant "NAME a.b=c ..." adds
 one that changes a few of them.
 
@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from harness import Row, end_with_parent, in_process_of_its_own, leave, parser_of, set_threads, show
 from numpy.typing import NDArray
-from training_jobs import (
+from training import (
     CHAIN,
     ROLLOUTS,
     SPLITS,
@@ -49,11 +49,11 @@ from training_jobs import (
     Job,
     benched,
     borrow_features,
+    published_settings,
     rate_of,
     work,
 )
-from training_jobs import DEFINITIONS as OF_TRAININGS
-from training_published import published_settings
+from training import DEFINITIONS as OF_TRAININGS
 
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.records import git_commit, hardware, machine_name

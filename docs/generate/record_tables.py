@@ -129,6 +129,7 @@ def servers(record: Record) -> str:
                 NONE if row.get("other_texts") is None else str(row["other_texts"]),
             )
             for row in record["rows"]
+            if row["server"] != "ours-soak"  # of a measurement that is no more
         ),
     )
 
@@ -168,36 +169,6 @@ def rounds_gpu(record: Record) -> str:
         how = f"{row['variant']}, {row['how']}"
         lines.append((how, str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *cells))
     return table(("rounds", "batch", "draft shape", "ms a round", "kernels", "their ms"), lines)
-
-
-def products_gpu(record: Record) -> str:
-    """The fastest product of one row of each shape, beside cuBLAS; of a chain also of more rows."""
-    ways = ("cublas", "cublas+", "ours", "dependent")
-    header = ("product", "bytes a weight", "rows", *(f"`{way}`, us" for way in ways), "TB/s of the last")
-    found: dict[tuple[str, int, int], dict[str, Row]] = {}
-    for row in record["rows"]:
-        if row["itemsize"] == 2 and row["rows"] == 1 or row["shape"].startswith("chain"):
-            found.setdefault((row["shape"], row["itemsize"], row["rows"]), {})[row["what"]] = row
-    lines = []
-    for (shape, size, rows), by_way in found.items():
-        cells = (f"{1e6 * by_way[way]['seconds']:.1f}" if way in by_way else NONE for way in ways)
-        last = by_way.get("dependent")
-        share = NONE if last is None else decimal(1e-12 * last["bytes_per_s"])
-        lines.append((shape, str(size), str(rows), *cells, share))
-    return table(header, lines)
-
-
-def cliffs_gpu(record: Record) -> str:
-    """Rounds of mixed, drawn, long and large batches, and the reading of prompts."""
-    header = ("", "case", "batch", "draft shape", "ms", "predicted, ms", "times the first case", "tokens/s")
-    lines = (
-        (
-            row["part"], row["case"], str(row["batch"]), row["shape"], f"{1e3 * row['seconds']:.2f}",
-            f"{1e3 * row['predicted']:.2f}", f"{decimal(row['over'])}x", f"{row['tokens_per_s']:,.1f}",
-        )
-        for row in record["rows"]
-    )  # fmt: skip
-    return table(header, lines)
 
 
 def training_gpu(record: Record) -> str:

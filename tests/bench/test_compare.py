@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from toolkit.bench.acceptance import measure_acceptance
-from toolkit.bench.compare import compare_records, paired
+from toolkit.bench.compare import compare_records
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
 from toolkit.infer.engine.config import EngineConfig
@@ -94,12 +94,6 @@ def test_unpaired_gains_give_a_wide_interval(tmp_path, record):
     assert low == 0 and high > 0.3
 
 
-def test_the_ratio_of_speeds_is_that_of_the_speedups(tmp_path, record):
-    """A machine that was twice as fast for both modes gains nothing."""
-    (_, speeds) = row_of(compared(tmp_path, record, twice_as_fast(record, plain_too=True)), "chain 2 (forced)")
-    assert speeds.endswith("1.00x [1.00, 1.00]")
-
-
 @pytest.mark.parametrize(
     ("places", "says"),
     [
@@ -120,14 +114,6 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(tmp_path, record, pl
         compared(tmp_path, record, changed(record, **places))
 
 
-def test_other_records_are_refused(tmp_path, record):
-    """Published records have no data by prompt."""
-    with pytest.raises(RecordError, match=r"b\.json has no data by prompt"):
-        compared(tmp_path, record, {key: value for key, value in record.items() if key != "answers"})
-    with pytest.raises(RecordError, match="expected a record of 'acceptance'"):
-        compared(tmp_path, record, changed(record, what="engine"))
-
-
 @pytest.mark.parametrize(
     ("places", "says"),
     [
@@ -140,31 +126,6 @@ def test_other_machines_compare_acceptance_alone(tmp_path, record, places, says)
     assert says in " ".join(text.split()) and "tokens/s" not in text and "B / A" not in text
     (lengths,) = row_of(text, "chain 2 (forced)")
     assert lengths.endswith("+0.00 [+0.00, +0.00]")
-
-
-def test_what_one_record_has_alone_is_named(tmp_path, record):
-    other = changed(record, settings__verify="block", rows=[row for row in record["rows"] if row["shape"] == "chain"])
-    words = " ".join(compared(tmp_path, record, other).split())
-    assert "Only A has tree 3x2/6 (forced)." in words and "They also differ in verify target and block." in words
-
-
-def test_few_steps_and_few_groups_give_no_interval(tmp_path, record):
-    """Three steps that agree would show a difference as if it were certain."""
-    few = copy.deepcopy(record)
-    for row in few["rows"]:
-        row["verify_steps"] = 29
-    few["times"] = [entry for entry in few["times"] if entry["question_ids"] in (["0"], ["1"], ["2"], ["3"])]
-    lengths, speeds = row_of(compared(tmp_path, few, record), "chain 2 (forced)")
-    assert lengths.endswith("+0.00") and speeds.endswith("1.00x")
-
-
-def test_the_table_fits_a_narrow_terminal(tmp_path, record):
-    assert "…" not in compared(tmp_path, record, record, width=80)
-
-
-def test_paired_keeps_what_all_sides_have():
-    a, b = {"1": (2, 3), "2": (0, 1), "3": (4, 5)}, {"3": (6, 7), "1": (8, 9), "2": (1, 1), "4": (1, 1)}
-    assert paired(a, b) == [(2, 3, 8, 9), (4, 5, 6, 7)]
 
 
 def test_groups_of_a_batch_keep_all_turns_together(tiny_target, tiny_draft):

@@ -5,9 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from toolkit.bench.records import RECORD_KEYS, RecordError
-from toolkit.bench.report import octaves, smoothed, write_report
-from toolkit.jsonl import DataError
+from toolkit.bench.records import RECORD_KEYS
+from toolkit.bench.report import write_report
 
 
 class Balance(HTMLParser):
@@ -80,53 +79,9 @@ def test_a_setting_that_loses_to_plain_decoding_is_not_recommended(run_folder):
     assert "3 verify steps, too few for an interval" in html and "(3 steps)" in html
 
 
-def test_every_temperature_is_on_the_page(run_folder):
-    """One measured and left out, or shown under another's name, would pass for a report of the whole."""
-    measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
-    for temperature, length in ((1.0, 1.234), (0.7, 1.567)):
-        rows = [row | {"temperature": temperature, "accept_length": length} for row in measured["rows"]]
-        other = measured | {"rows": rows, "settings": measured["settings"] | {"temperature": temperature}}
-        (run_folder / "bench" / f"acceptance-T{temperature:g}.json").write_text(json.dumps(other))
-    real = [{"name": f"chain 4, T={value}", "accept_length": 1.5 + value} for value in (0, 1)]
-    with (run_folder / "train" / "metrics.jsonl").open("a") as handle:
-        handle.writelines(
-            json.dumps({"step": step, "real_accept_length": 2, "real": real}) + "\n" for step in (100, 200)
-        )
-    json_path, html_path = write_report(run_folder)
-    html = html_path.read_text()
-    places = [html.index(f"By setting, temperature {value}<") for value in ("0", "0.7", "1")]
-    assert places == sorted(places) and Balance(html).broken == []
-    assert (
-        "1.57" in html[places[1] : places[2]]
-        and "1.23" in html[places[2] :]
-        and "1.23" not in html[places[0] : places[2]]
-    )
-    assert all(f"chain 4, T={value}" in html for value in (0, 1)), "the engine's measurements during training"
-    record = json.loads(json_path.read_text())
-    assert [one["settings"]["temperature"] for one in record["further_temperatures"]] == [0.7, 1.0]
-    assert record["settings"]["temperature"] == 0
-
-
-def test_date_and_machine_are_the_measurements(run_folder):
-    """A report written next week on another machine must not claim to have been measured there."""
-    measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
-    measured.update(date="2001-02-03T04:05:06+00:00", commit="abc123", hardware={"cpu": "Abacus", "cores": 1})
-    (run_folder / "bench" / "acceptance.json").write_text(json.dumps(measured))
-    json_path, html_path = write_report(run_folder)
-    record = json.loads(json_path.read_text())
-    assert (record["date"], record["commit"], record["hardware"]["cpu"]) == (
-        "2001-02-03T04:05:06+00:00",
-        "abc123",
-        "Abacus",
-    )
-    assert "Abacus, 1 cores" in html_path.read_text()
-
-
 @pytest.mark.parametrize(
     ("gone", "named", "pictures"),
     [
-        ("train", "no training curve", ["depth", "coverage", "speed"]),
-        ("token_map", "no coverage of the token map", ["training", "depth", "speed"]),
         ("bench", "no measurement", ["training", "coverage"]),
     ],
 )
@@ -140,45 +95,6 @@ def test_a_missing_part_is_named_on_the_page(run_folder, gone, named, pictures):
     assert any(named in sentence for sentence in json.loads(json_path.read_text())["missing"])
 
 
-def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
-    html = write_report(tmp_path)[1].read_text()
-    assert Balance(html).broken == [] and "no measurement" in html and "no stage times" in html
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
-        write_report(tmp_path / "none")
-
-
-def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
-    """Training that was killed while it wrote leaves half a line; nan (json.dumps writes it) is no loss."""
-    path = run_folder / "train" / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": NaN}\n{"step": 1, "loss": 2.5}\n{"step": 3, "lo')
-    record = json.loads(write_report(run_folder)[0].read_text())
-    assert record["training"] == {
-        "steps": 1,
-        "supervised_tokens": None,
-        "step_seconds": None,
-        "loss_first": 2.5,
-        "loss_last": 2.5,
-        "forecast_accept_length_last": None,
-        "forecast_accept_length_best": None,
-        "forecast_best_step": None,
-        "real_accept_length_best": None,
-        "real_best_step": None,
-    }
-    assert any("is incomplete" in sentence for sentence in record["missing"])
-    assert any("no forecast" in sentence for sentence in record["missing"])
-
-
-def test_damaged_files_are_errors_and_named(run_folder):
-    """Part of a report from a damaged file would look complete."""
-    (run_folder / "train" / "metrics.jsonl").write_text('{"step": 1, "loss": 3\n{"step": 2, "loss": 2.0}\n')
-    with pytest.raises(DataError, match="metrics.jsonl:1"):
-        write_report(run_folder)
-    (run_folder / "train" / "metrics.jsonl").unlink()
-    (run_folder / "token_map" / "coverage.json").write_text('{"size": 4}')
-    with pytest.raises(RecordError, match="no rows of size and coverage"):
-        write_report(run_folder)
-
-
 def test_text_from_outside_cannot_break_the_page(run_folder):
     """A target or prompts file named with < or & must not end up as markup."""
     path = run_folder / "bench" / "acceptance.json"
@@ -187,16 +103,6 @@ def test_text_from_outside_cannot_break_the_page(run_folder):
     path.write_text(json.dumps(measured))
     html = write_report(run_folder)[1].read_text()
     assert Balance(html).broken == [] and "<script>" not in html and "&lt;b&gt;&amp;" in html
-
-
-def test_smoothing_has_no_start_up_bias():
-    """Without the correction the first tenth of every loss curve would start near zero."""
-    assert smoothed([4.0] * 5) == pytest.approx([4.0] * 5)
-
-
-def test_axis_marks_are_powers_of_two():
-    assert octaves([128, 300, 65536], 7) == [128, 512, 2048, 8192, 32768]
-    assert octaves([100, 1000], 7) == [128, 256, 512]
 
 
 def test_the_forecast_on_the_page_is_that_of_the_head(run_folder):

@@ -6,8 +6,7 @@ import torch
 
 from toolkit.bench import rows as rows_module
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.records import RecordError
-from toolkit.bench.rows import best_row, tabulate
+from toolkit.bench.rows import tabulate
 from toolkit.bench.side_by_side import LoggedAnswer, Question, Round
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -94,23 +93,6 @@ def test_adaptive_rows_come_first_and_say_how_often_they_drafted(two_tasks):
     assert rows[2]["drafted_share"] is None and rows[3]["drafted_share"] == 1.0
 
 
-def test_speed_is_decode_tokens_over_decode_seconds(two_tasks):
-    """16 decoded tokens in 2 s against 4 s; with 0.5 s of prefill a prompt, 18 tokens in 3 s against 5 s."""
-    whole = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"][0]
-    assert (whole["tokens_per_s"], whole["plain_tokens_per_s"], whole["speedup"]) == (8.0, 4.0, 2.0)
-    assert whole["speedup_with_prefill"] == pytest.approx(5 / 3)
-    assert (whole["draft_s"], whole["verify_s"]) == (pytest.approx(0.8), pytest.approx(3.2))
-
-
-def test_a_batch_of_two_tasks_gives_no_speed_by_task(two_tasks):
-    """Its seconds belong to both tasks; splitting them would be invented."""
-    plain, speculative = two_tasks
-    mixed = [Round("plain", tuple(plain), 1, 4, 16), Round(CHAIN.name, tuple(speculative), 1, 2, 16)]
-    whole, math, _ = tabulate(mixed, [CHAIN], BF16_TARGET, 0.0)["rows"]
-    assert whole["speedup"] == 2.0
-    assert math["tokens_per_s"] is math["speedup"] is None and math["accept_length"] > 1
-
-
 def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
     """tokens_equal survives a near-tie and not an error; both logits are in the record."""
     plain, speculative = two_tasks
@@ -136,28 +118,3 @@ def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
     exact = types.SimpleNamespace(dtype=torch.float32)
     row = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], exact, 0.0)["rows"][0]
     assert (row["tokens_equal"], row["near_ties"], row["unequal"]) == (False, 0, 1)
-
-
-def test_unchecked_tokens_are_null_and_no_steps_are_null(two_tasks):
-    """An unknown must not read as "equal", nor a mean over nothing as a number (JSON has no nan)."""
-    plain, _ = two_tasks
-    row = tabulate(rounds_of(plain, plain), [CHAIN], BF16_TARGET, 0.0, check_tokens=False)["rows"][0]
-    assert row["tokens_equal"] is row["near_ties"] is row["accept_length"] is None
-    assert row["accept_rate"] == []
-
-
-def test_answers_of_one_token_have_no_decode_speed():
-    """Nothing was decoded after prefill: no division by zero, no invented speed."""
-    one = [answer("1", "math", [4])]
-    rounds = [Round("plain", tuple(one), 0.5, 0.0, 0), Round(CHAIN.name, tuple(one), 0.5, 0.0, 0)]
-    row = tabulate(rounds, [CHAIN], BF16_TARGET, 0.0)["rows"][0]
-    assert row["tokens_per_s"] is row["speedup"] is None and row["tokens_equal"] is True
-
-
-def test_best_row_is_the_fastest_over_all_prompts():
-    rows = [{"task": "all", "speedup": s, "accept_length": a} for s, a in ((1.2, 2.4), (1.5, 1.9))]
-    assert best_row({"rows": [*rows, {"task": "math", "speedup": 9.0, "accept_length": 9.0}]}) is rows[1]
-    untimed = [{"task": "all", "speedup": None, "accept_length": a} for a in (1.9, 2.4)]
-    assert best_row({"rows": untimed}) is untimed[1]
-    with pytest.raises(RecordError, match="no row over all prompts"):
-        best_row({"rows": []})

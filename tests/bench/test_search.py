@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from toolkit.bench.forecast import NEVER, ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
+from toolkit.bench.forecast import NEVER, ForecastAnswer, Surface, forecast_surface, largest_shape
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.search import (
     confirm,
@@ -19,7 +19,7 @@ from toolkit.bench.search import (
     predict,
     winner,
 )
-from toolkit.bench.side_by_side import BenchError, LoggedAnswer, Question, Round, Sampling, Trial
+from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
 from toolkit.bench.step_times import (
     Parts,
     StepTimes,
@@ -31,9 +31,8 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import DraftShapeError, SamplingParams
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
-from toolkit.tokenmap.token_map import TokenMap
 
 PROMPTS = [
     Prompt("1", "writing", ("write short stories about rivers",)),
@@ -220,35 +219,3 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
         assert [one.accept_length for one in measured[2:]] == pytest.approx(
             [shortened.forecast(one.shape).accept_length for one in chosen]
         )
-
-
-def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
-    """A prompt that leaves room for one token would end before its batch is full, again and again."""
-    prompts = [list(range(5, 105)) * 5] * 2
-    trial = Trial(tiny_target, tiny_draft, (), Sampling(99, 0.0, 0), EngineConfig(max_running_requests=3))
-    times = measure_step_times(trial, [CHAIN, TREE], prompts, lambda times: [TREE])
-    assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {"chain,3", "tree,4"}
-
-
-def test_top_k_beyond_the_draft_vocabulary(tiny_target, tiny_draft, caplog, monkeypatch):
-    """Left out and said, before anything is decoded; the rest is forecast."""
-    monkeypatch.setattr("toolkit.bench.forecast.logger.parent.propagate", True)
-    small = replace(tiny_draft, token_map=TokenMap.from_ids([1, 2, 3], tiny_target.vocab_size))
-    assert supported_shapes(tiny_target, small, LARGEST) == LARGEST[:2]
-    assert "top_k 4 is left out: the draft vocabulary has 3 tokens" in caplog.text
-    with pytest.raises(DraftShapeError, match="draft vocabulary has 3 tokens; give a smaller top_k"):
-        supported_shapes(tiny_target, small, LARGEST[2:])
-
-
-def test_limits_of_the_largest_shape():
-    assert largest_shape(1, 8, 4) == DraftShape.chain(3) and largest_shape(4, 1, 64) == DraftShape(1, 4, 5)
-    with pytest.raises(
-        DraftShapeError, match="num_draft_tokens is 2 and top_k 4; a chain has 2 nodes at least, a tree 3"
-    ):
-        largest_shape(4, 8, 2)
-
-
-def test_answers_without_a_verify_step(tiny_target, tiny_draft):
-    """Of answers of one token nothing follows; a table of dashes, or a crash in the search, would not say why."""
-    with pytest.raises(BenchError, match="no answer has a complete verify step .the longest has 1 tokens.; raise"):
-        forecast_surface(Trial(tiny_target, tiny_draft, PROMPTS, Sampling(1, 0.0, 0), EngineConfig()), LARGEST)

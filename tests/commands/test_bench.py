@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from toolkit import cli
 from toolkit.bench.records import read_record
-from toolkit.commands.model_arguments import OPTIONS
 
 SMALL = ["--limit", "6", "--max-tokens", "12", "--warmup", "0"]
 
@@ -48,18 +46,3 @@ def test_a_force_that_cannot_work_is_refused_before_the_target_loads(
     monkeypatch.setattr("toolkit.pipeline.measure.load_models", lambda *_: pytest.fail("the models were loaded"))
     assert cli.main(["bench", "acceptance", "--draft", "ngram", "--target", "t", *line.split()]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_only_bench_can_force() -> None:
-    """A server must never write tokens that the target did not choose."""
-    assert not [name for name in OPTIONS if "forc" in name]
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--force-accept-length", "2"])
-
-
-def test_compare_tells_what_is_no_record(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "compare", "a.json", "b.json"]) == 2
-    assert "a.json" in capsys.readouterr().err
-    Path("a.json").write_text(json.dumps({"what": "acceptance"}))
-    assert cli.main(["bench", "compare", "a.json", "a.json"]) == 2
-    assert "is not a record" in capsys.readouterr().err

@@ -6,17 +6,13 @@ import argparse
 import io
 import os
 import re
-import signal
-from types import SimpleNamespace
 
 import pytest
 
-from toolkit.commands import chat, chat_session
-from toolkit.commands.chat_session import ChatSession, ChatSessionError
+from toolkit.commands import chat
+from toolkit.commands.chat import ChatSession, ChatSessionError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load import load_engine
-from toolkit.infer.load.load_engine import closing
-from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 
 class Terminal(io.StringIO):
@@ -63,19 +59,6 @@ def test_second_turn_sees_the_first_and_reset_forgets(conversation):
     assert conversation.messages == [] and ask(conversation, "hello")[0].text == first
 
 
-def test_a_chat_states_a_seed_only_when_it_is_given_one(engine, tiny_target, monkeypatch):
-    """A seed by default would keep the default verifier from drawing drafts, and give the same answer in every chat."""
-    taken, add_request = [], engine.add_request
-    monkeypatch.setattr(engine, "add_request", lambda *args: taken.append(add_request(*args)) or taken[-1])
-    for arguments in ([], ["--seed", "3"]):
-        parser = argparse.ArgumentParser()
-        chat.add_arguments(parser)
-        seed = parser.parse_args(arguments).seed
-        settings = {"context_length": 512, "max_tokens": 4, "temperature": 1.0, "seed": seed}
-        ask(ChatSession(engine, tiny_target.tokenizer, **settings), "hello")
-    assert [request.states_seed for request in taken] == [False, True] and taken[1].params.seed == 3
-
-
 def test_interrupt_stops_the_answer_only(conversation, engine):
     """Ctrl-C between steps: the engine is free again, the part that was shown stays in the conversation."""
     steps = iter([False, False, True])
@@ -83,48 +66,6 @@ def test_interrupt_stops_the_answer_only(conversation, engine):
     assert exchange.answer.finish_reason == "abort" and 0 < exchange.answer.n_tokens < 24
     assert not engine.has_work()
     assert ask(conversation, "again")[0].answer.finish_reason in ("stop", "length")
-
-
-def test_ctrl_c_is_a_flag_inside_and_an_exception_outside():
-    """A KeyboardInterrupt in the middle of a step would leave the engine's cache half written."""
-    before = signal.getsignal(signal.SIGINT)
-    with chat.interrupts() as interrupted:
-        assert not interrupted()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_too_long_conversation_leaves_it_as_it_was(conversation):
-    """The user can go on after /reset, or with a shorter line."""
-    with pytest.raises(ChatSessionError, match="512.*/reset"):
-        ask(conversation, "apples " * 600)
-    assert conversation.messages == []
-
-
-def test_bad_sampling_settings_are_a_users_error(engine, tiny_target):
-    """--temperature -1 must end in a message, not a traceback."""
-    with pytest.raises(ChatSessionError, match="temperature"):
-        ChatSession(engine, tiny_target.tokenizer, context_length=512, temperature=-1.0)
-
-
-@pytest.mark.parametrize(
-    ("plain", "stream", "environment", "mark"),
-    [
-        (False, Terminal(), {}, chat.GREEN),
-        (False, Terminal(), {"NO_COLOR": "1"}, chat.UNDERLINE),
-        (False, Terminal(), {"TERM": "dumb"}, ""),
-        (True, Terminal(), {}, ""),
-        (False, io.StringIO(), {}, ""),
-    ],
-)
-def test_marker(monkeypatch, plain, stream, environment, mark):
-    """Escapes in a file or under NO_COLOR are what users complain about first."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert chat.marker(plain, stream) == mark
 
 
 def test_painter_marks_drafts_and_disarms_control_characters():
@@ -146,22 +87,10 @@ def test_the_plain_speed_is_measured_outside_of_the_conversation(conversation, e
     assert conversation.plain_tokens_per_s() > 0
     assert len(conversation.messages) == 2 and not engine.has_work()
     all_steps = len(steps)
-    monkeypatch.setattr(chat_session, "TIMED_SECONDS", 0.0)  # a large model: no more steps than are needed
+    monkeypatch.setattr(chat, "TIMED_SECONDS", 0.0)  # a large model: no more steps than are needed
     steps.clear()
     assert conversation.plain_tokens_per_s() > 0
     assert len(steps) < all_steps and not engine.has_work()
-
-
-def test_the_status_shows_the_speed_so_far(conversation):
-    """Tokens a second are counted from the first token on: the prompt's seconds are not the answer's."""
-    seen = []
-    conversation.ask(
-        "hello", lambda *_: None, lambda: False, lambda request: seen.append(chat.status_of(request, 33.14))
-    )
-    assert seen[0].startswith("1 tokens, - tokens/s") or re.match(r"\d+ tokens, \d+\.\d tokens/s", seen[0])
-    assert re.fullmatch(
-        r"24 tokens, \d+\.\d tokens/s, accept_length \d\.\d\d, plain decoding about 33\.1 tokens/s", seen[-1]
-    )
 
 
 def test_status_line_stays_below_the_answer(monkeypatch):
@@ -178,27 +107,10 @@ def test_status_line_stays_below_the_answer(monkeypatch):
     assert "one" in written and "two" not in written and ("three " * 20)[:39] + chat.END in written
 
 
-def test_no_terminal_gets_no_status(monkeypatch):
-    """A pipe or a dumb terminal would show the codes as text."""
-    monkeypatch.setenv("TERM", "xterm")
-    for out, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
-        monkeypatch.setenv("TERM", term)
-        with chat.StatusLine(out) as status:
-            status.show(lambda: pytest.fail("computed for nothing"))
-        assert out.getvalue() == ""
-
-
 def talk(text):
     asked, resets = [], []
     chat.talk(asked.append, lambda: resets.append(1), io.StringIO(text))
     return asked, len(resets)
-
-
-def test_lines_commands_and_the_end_of_input(capsys):
-    """/quit ends, the end of input ends, an unknown command is said so and not sent to the model."""
-    assert talk("hi\n\n/reset\n/nonsense\n/etc/hosts is a file\n") == (["hi", "/etc/hosts is a file"], 1)
-    assert "no command /nonsense" in capsys.readouterr().err
-    assert talk("/quit\nnever\n") == ([], 0)
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
@@ -211,15 +123,6 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
 
     chat.talk(answer, lambda: None, io.StringIO("one\ntwo\n"))
     assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
-
-
-def test_a_lost_rank_ends_the_chat_with_a_message():
-    """Another process of several has ended: a traceback of ours would tell a user nothing."""
-    closed = []
-    opened = SimpleNamespace(engine=SimpleNamespace(close=lambda: closed.append(1)))
-    with pytest.raises(ParallelError, match="rank 1 of 2"), closing(opened):
-        raise RankLostError("rank 1 of 2 has ended")
-    assert closed == [1]
 
 
 @pytest.mark.process

@@ -78,50 +78,6 @@ def _with_fc(files: dict[str, bytes], weight: torch.Tensor, tmp_path: Path) -> d
     return {"model.safetensors": path.read_bytes()}
 
 
-def test_the_card_has_the_hubs_name_and_pushing_again_is_one_more_commit(hub, tiny_draft_directory, tmp_path):
-    """A launch line with a folder of this machine would serve nobody else."""
-    for number in (1, 2):
-        out = tmp_path / str(number)
-        assert export(tiny_draft_directory, out, "--push-to-hub", "org/public", to="vllm") == 0
-    repository = hub.repositories["org/public"]
-    assert len(repository.commits) == 2 and not repository.private
-    card = repository.commits[repository.oid("main")]["README.md"].decode()
-    assert '"model": "org/public"' in card and str(tmp_path) not in card
-
-
-@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
-def test_no_folder_of_this_machine_is_published(hub, tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
-    """The target's is in the launch line, speculators' verifier and our own config; elsewhere it is nobody's."""
-    assert export(tiny_draft_directory, tmp_path / "o", "--push-to-hub", "org/head", to=to) == 0
-    assert "in the model card and config.json replace MODEL" in capsys.readouterr().out
-    repository = hub.repositories["org/head"]
-    sent = b"".join(repository.commits[repository.oid("main")].values())
-    assert str(tiny_target_directory).encode() not in sent and b"MODEL" in sent
-
-
-def test_what_is_not_sent(hub, tiny_draft_directory, tmp_path, capsys, monkeypatch):
-    """Private weights to a public repository, anything in offline mode or without a token: refused, with the remedy."""
-    hub.repositories["org/open"] = local_hub.Repository()
-    assert export(tiny_draft_directory, tmp_path / "a", "--push-to-hub", "org/open", "--private") == 2
-    assert "exists and is public" in capsys.readouterr().err
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert export(tiny_draft_directory, tmp_path / "b", "--push-to-hub", "org/mine") == 2
-    error = capsys.readouterr().err
-    assert "401" in error and "HF_TOKEN" in error and (tmp_path / "b" / "config.json").is_file()
-    for words, says in (
-        (["--push-to-hub", "head"], "ORG/NAME is needed"),
-        (["--push-to-hub", "org/head@v1"], "ORG/NAME is needed"),
-        (["--private"], "is given without --push-to-hub"),
-    ):
-        assert export(tiny_draft_directory, tmp_path / "c", *words) == 2 and says in capsys.readouterr().err
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    asked = len(hub.asked)
-    assert export(tiny_draft_directory, tmp_path / "c", "--push-to-hub", "org/head") == 2
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
-    assert not (tmp_path / "c").exists() and len(hub.asked) == asked
-    assert not any(repository.commits for repository in hub.repositories.values())
-
-
 def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
     """target.revision loads that commit and no other; without one the commit that main is now is kept, since main moves
     and a draft directory must say which weights it was trained for."""

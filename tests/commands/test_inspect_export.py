@@ -10,7 +10,6 @@ from toolkit.cli import main
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.weights import load_tensors, save_tensors
 
 
 @pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
@@ -49,41 +48,3 @@ def test_a_wrong_shift_is_overruled_on_the_way_in(tiny_draft_directory, tiny_tar
     assert main(typed) == 0
     assert "aux_layer_ids = [2, 3, 4]: given with --set (the files say (1, 2, 3))" in capsys.readouterr().out
     assert drafts(tmp_path / "own", None) == drafts(tiny_draft_directory, None)
-
-
-def test_inspect_of_what_cannot_be_used(tiny_draft_directory, tmp_path, capsys):
-    """Status 1, and the report names the missing tensor."""
-    out = tmp_path / "out"
-    main(["export", "--draft", str(tiny_draft_directory), "--to", "sglang", "--out", str(out)])
-    tensors = load_tensors(out / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_tensors(out / "model.safetensors", tensors)
-    capsys.readouterr()
-    assert main(["inspect", str(out)]) == 1
-    assert "missing: lm_head.weight" in capsys.readouterr().out
-
-
-def test_inspect_of_a_target(tiny_target_directory, capsys):
-    assert main(["inspect", str(tiny_target_directory)]) == 0
-    said = capsys.readouterr().out
-    assert "target, LlamaForCausalLM" in said and "[2, 3, 4] by default" in said
-    assert main(["inspect", str(tiny_target_directory), "--target", "org/other"]) == 2
-    assert "is a target, and --target" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--shape", "3,1"], "three whole numbers from 1"),
-        (["--set", "norm_output"], "KEY=VALUE is needed"),
-        (["--set", "norm_output=false"], "our own draft directory"),
-    ],
-)
-def test_wrong_words(tiny_draft_directory, tmp_path, capsys, words, says):
-    typed = ["export", "--draft", str(tiny_draft_directory), "--to", "vllm", "--out", str(tmp_path / "o"), *words]
-    assert main(typed) == 2 and says in capsys.readouterr().err
-
-
-def test_no_such_head(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "is no draft directory" in capsys.readouterr().err

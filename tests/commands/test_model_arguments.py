@@ -43,12 +43,6 @@ def test_every_option_has_a_flag_of_its_type():
     assert engine_config(parsed(["--tp", "2", "--no-adaptive"])) == EngineConfig(tensor_parallel_size=2, adaptive=False)
 
 
-def test_a_command_takes_the_options_it_names():
-    """Flags of others are refused, not ignored."""
-    with pytest.raises(SystemExit):
-        parsed(["--device", "cpu"], ["target"])
-
-
 def test_errors_name_flags():
     """What a user reads is what can be typed; errors without options stay as they are."""
     with pytest.raises(ConfigError, match=r"^--mem-fraction-static is 2 \(`else`\)$"), errors_with_flags():

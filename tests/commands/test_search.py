@@ -8,19 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
 from tests.conftest import train_tokenizer
 from toolkit import cli
 from toolkit.bench.records import read_record
-from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.commands.model_arguments import load_from
-from toolkit.heads.draft_head import head_class
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.target import Target
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
 SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
@@ -41,24 +37,15 @@ def shapes_in(record: dict) -> list[str]:
     return [f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}" for row in record["rows"]]
 
 
-def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_prints_tables(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The draft directory names the target; nothing else is needed."""
     assert cli.main(["forecast", "--draft", str(draft), *SMALL, "--out", "f.json"]) == 0
     out = capsys.readouterr().out
     assert "top_k 1: chains, by levels" in out and "top_k 2: levels downwards" in out
-    assert out.splitlines()[-2:] == ["f.json", "f.png"] and Path("f.png").stat().st_size > 1000
+    assert out.splitlines()[-1] == "f.json"
     record = read_record("f.json", "forecast")
     assert shapes_in(record) == SHAPES and record["settings"]["max_tokens"] == 12
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
-
-
-@pytest.mark.parametrize("temperature", ["0", "0.5"])
-def test_forecast_says_what_sampled_answers_are(
-    draft: Path, temperature: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["forecast", "--draft", str(draft), *SMALL, "--out", "f.json", "--temperature", temperature]
-    assert cli.main(line) == 0
-    assert ("each answer is one draw, by its seed" in capsys.readouterr().out) == (temperature != "0")
 
 
 @pytest.fixture
@@ -99,73 +86,16 @@ def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.
     assert read_record("f.json")["answers"] == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"provenance": {"target": "org/other", "temperature": 0.0}}, "was written by org/other, and the target is"),
-        ({"provenance": {"temperature": 0.0}}, "was written by an unnamed target"),
-        ({"provenance": "TEMPERATURE"}, "of temperature 0.7, those before it of 0"),
-        ({"response_spans": []}, "rollouts.jsonl:2: response_spans missing or empty"),
-        ({"response_spans": [[3, 99]]}, "the last response span is [3, 99) of"),
-        ({"input_ids": [1, 2, 3, 4, 5, 6, 7, 90000] * 3}, "ids in 1..90000"),
-    ],
-)
-def test_rollouts_that_are_refused(
-    draft: Path, rollouts: list[dict], change: dict, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rollouts[1] |= change
-    if change == {"provenance": "TEMPERATURE"}:
-        rollouts[1]["provenance"] = rollouts[0]["provenance"] | {"temperature": 0.7}
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts)]) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [["--temperature", "0"], ["--prompts", "p.jsonl"], ["--max-tokens", "4"]])
-def test_rollouts_have_their_answers(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["forecast", "--draft", "ckpt", "--rollouts", "r.jsonl", *more]) == 2
-    assert f"{more[0]} is for answers that are written here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["forecast", "search"])
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--draft ngram --target t", "--draft names no head (n-gram lookup has no head)"),
-        ("--draft none --target t", "--draft names no head (nothing is drafted)"),
-        ("--target TINY", "--draft names no head (nothing is drafted)"),
-        ("", "neither --draft nor --target is given"),
-        ("--draft ckpt --top-k 0", "num_steps and top_k must be at least 1"),
-        ("--draft ckpt --num-steps 0", "num_steps and top_k must be at least 1"),
-        ("--draft ckpt --num-draft-tokens 2", "a chain has 2 nodes at least, a tree 3"),
-        ("--draft ckpt --num-draft-tokens 0", "a chain has 2 nodes at least"),
-        ("--draft ckpt --limit 0", "bench.limit"),
-        ("--draft ckpt --prompts none.jsonl", "none.jsonl"),
-    ],
-)
-def test_what_cannot_be_forecast(
-    draft: Path, tiny_target_directory: Path, command: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([command, *line.replace("TINY", str(tiny_target_directory)).split()]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_answers_that_are_too_short(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("forecast", "search"):
-        assert cli.main([command, "--draft", str(draft), *SMALL, "--max-tokens", "1"]) == 2
-        assert "no answer has a complete verify step" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("objective", ["tokens-per-s", "ttft"])
 def test_search_and_what_starts_from_it(
-    draft: Path, objective: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """More requests at once than prompts; the winners land in the draft directory, and a measurement takes them."""
-    line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--objective", objective, "--out", "s.json"]
+    line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--out", "s.json"]
     assert cli.main(line) == 0
     out = capsys.readouterr().out
     assert "batch 1: " in out and "batch 4: " in out and "(best)" in out
     assert "or lookup where the text repeats itself. The other rows draft by the head alone." in " ".join(out.split())
-    assert ("ttft ms" in out) == (objective == "ttft") and out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
+    assert out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
     record, kept = read_record("s.json", "search"), json.loads(Path("ckpt/search.json").read_text())
     settings = {"plain", "adaptive", *SHAPES}
     for batch in ("1", "4"):
@@ -190,6 +120,7 @@ def test_search_and_what_starts_from_it(
     assert read_record("a.json")["settings"]["shapes"] == ["2,1,3"], "a shape that is given wins"
 
 
+@pytest.mark.slow
 def test_two_searches_and_the_commands_that_use_them(
     draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,57 +145,7 @@ def test_two_searches_and_the_commands_that_use_them(
         caplog.clear()
 
 
-def test_a_directory_of_another_project_is_not_changed(
-    draft: Path, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nor is the cache of the hub, a folder that cannot be written or a target with a module of its own."""
-    assert cli.main(["export", "--draft", str(draft), "--to", "sglang", "--out", "theirs"]) == 0
-    before = sorted(Path("theirs").iterdir())
-    line = ["search", "--draft", "theirs", "--target", str(tiny_target_directory), *SMALL, "--out", "s.json"]
-    assert cli.main(line) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "s.json" and sorted(Path("theirs").iterdir()) == before
-    assert "theirs/search.json would change a directory of another project (`toolkit export --draft" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [("hub", "ckpt/search.json would change the cache of the hub"), ("full", "ckpt/search.json cannot be written (")],
-)
-def test_a_directory_that_cannot_be_written(
-    draft: Path, case: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The measurement is printed and recorded all the same."""
-    if case == "hub":
-        monkeypatch.setattr("toolkit.pipeline.search.HF_HUB_CACHE", str(draft.resolve().parent))
-    else:
-        (draft / "search.json").mkdir()
-    assert cli.main(["search", "--draft", str(draft), *SMALL, "--out", "s.json"]) == 0
-    assert says in caplog.text and read_record("s.json")["best"]["1"] and not (draft / "search.json").is_file()
-
-
-@pytest.mark.parametrize("kind", ["mtp", "eagle2"])
-def test_heads_that_share_the_targets_output_matrix(
-    kind: str, tiny_target: Target, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a token map, whose ids limit top_k; a search with it holds for no engine without it."""
-    config_class = head_class(kind).config_class
-    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    save_draft("shared", head_class(kind)(config).state_dict(), config, None, meta)
-    torch.save(list(range(30)), "map.pt")
-    line = ["search", "--draft", "shared", "--token-map", "map.pt", *SMALL, "--top-k", "1", "99", "--temperature", "1"]
-    assert cli.main([*line, "--out", "s.json"]) == 0
-    assert "top_k 99 is left out: the draft vocabulary has 30 tokens" in caplog.text
-    settings = read_record("s.json")["settings"]
-    assert settings["token_map"]["file"] == "map.pt" and settings["temperature"] == 1
-    assert (
-        json.loads(Path("shared/search.json").read_text())["found"]["sampled, verify target"]["1"]["shape"]
-        in SHAPES[:2]
-    )
-    load_engine(EngineConfig(draft="shared")).engine.close()
-    assert "shared/search.json is not used, since it was made with token_map" in caplog.text
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
 def test_a_hybrid_target_gets_chains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
@@ -297,10 +178,7 @@ def test_flags_for_other_engines(draft: Path, capsys: pytest.CaptureFixture[str]
         ("--batch 0", "--batch is 0; at least 1 is needed"),
         ("--gpu H100", "--gpu is for another engine; name it with --for"),
         ("--for vllm --top-k 4", "top_k is 4, and vLLM drafts chains only"),
-        ("--for sglang --objective ttft", "--objective is for a search here"),
         ("--for sglang --out x.json", "--out is for a search here"),
-        ("--for sglang --step-ms 1", "REQUESTS:MS is needed"),
-        ("--for sglang --gpu Abacus", "Abacus"),
     ],
 )
 def test_options_that_contradict(draft: Path, line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

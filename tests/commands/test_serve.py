@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from toolkit.cli import main
-from toolkit.commands.model_arguments import short_name
 from toolkit.weights import load_tensors, save_tensors
 
 
@@ -53,21 +52,6 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
     assert main(["serve", "--draft", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and says in error and "Traceback" not in error
-
-
-def test_a_switch_that_would_change_nothing(capsys):
-    """It is a mistake to tell, not to ignore."""
-    assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
-    assert "--disable-overlap-schedule is True, but only CUDA graphs overlap" in capsys.readouterr().err
-
-
-def test_short_name(tmp_path):
-    """Hub ids stay as they are; nobody wants to type a path into a model field."""
-    assert short_name("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert short_name("smollm2-135m") == "smollm2-135m"
-    assert short_name(str(tmp_path)) == tmp_path.name
-    (tmp_path / "model-Q4.gguf").touch()
-    assert short_name(str(tmp_path / "model-Q4.gguf")) == "model-Q4"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -153,29 +152,7 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
     assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
 
 
-NO_HEAD = {"ngram": ["--draft", "ngram"], "none": ["--draft", "none"], "off": ["--draft", "head", "--no-draft"], "": []}
-
-
-@pytest.mark.parametrize("flags", NO_HEAD.values(), ids=NO_HEAD)
-def test_check_of_a_server_without_a_head(monkeypatch, tiny_target_directory, flags):
-    """It starts: `toolkit check` would refuse to run, since there is nothing to check."""
-    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail(f"ran {command}"))
-    monkeypatch.setattr("toolkit.commands.serve.load_from", lambda *_: pytest.fail("loading", pytrace=False))
-    with pytest.raises(pytest.fail.Exception, match="loading"):
-        main(["serve", "--target", str(tiny_target_directory), *flags, "--port", "0", "--check"])
-
-
-def test_check_of_the_targets_own_module_and_of_a_token_map(monkeypatch, tiny_target_directory, tmp_path):
-    """What will draft is what is checked, without being named on the command line, and with its map."""
-    commands = []
-    monkeypatch.setattr(subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=1))
-    monkeypatch.setattr("toolkit.infer.load.load_draft.find_module", lambda *_: ("facts", "modules"))
-    target, path = str(tiny_target_directory), str(tmp_path / "freq.pt")
-    assert main(["serve", "--target", target, "--token-map", path, "--port", "0", "--check"]) == 1
-    assert commands[0][3:] == ["check", "--quick", "--draft", "native", "--target", target, "--token-map", path]
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+@pytest.mark.parametrize("damage", ["cut"])
 def test_a_broken_target(tiny_target_directory, tmp_path, capsys, damage):
     """Status 2 and a message that names the file, without a traceback."""
     directory = shutil.copytree(tiny_target_directory, tmp_path / "target")
@@ -185,27 +162,3 @@ def test_a_broken_target(tiny_target_directory, tmp_path, capsys, damage):
     assert main(["serve", "--target", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error
-
-
-def test_a_second_server_on_the_port(capsys):
-    """Said before a model is loaded: this target does not exist."""
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = str(first.getsockname()[1])
-        assert main(["serve", "--target", "no/such-model", "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
-
-
-def test_a_key_on_the_command_line_is_refused(capsys, tmp_path):
-    """Every user of a machine can read the list of its processes."""
-    for flags in (["--api-key", "sk-1"], ["--api-key=sk-1"]):
-        assert main(["serve", "--target", "x", *flags]) == 2
-        error = capsys.readouterr().err
-        assert "--api-key-file" in error and "TOOLKIT_API_KEY" in error and "sk-1" not in error
-    assert main(["serve", "--target", "x", "--api-key-file", str(tmp_path / "none")]) == 2
-    assert str(tmp_path / "none") in capsys.readouterr().err
-
-
-def test_limits_out_of_range(capsys):
-    """Before anything is loaded."""
-    assert main(["serve", "--target", "x", "--max-n", "0"]) == 2
-    assert "--max-n is 0" in capsys.readouterr().err

@@ -10,11 +10,8 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.pipeline import rollouts as prompts_of_run
 from toolkit.pipeline import run as training
 from toolkit.pipeline.run import Run
-from toolkit.pipeline.stages import PipelineError
-from toolkit.recipe import PromptSettings
 from toolkit.targets.target import Target
 
 
@@ -71,27 +68,6 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown
 
 
-def test_prompts_of_both_origins(recipe: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources' user turns, then the target's own, each with its provenance; one id for two prompts is refused."""
-    own = Path("made/p_synthesised.jsonl")
-
-    def synthesise(*given: object) -> str:
-        own.parent.mkdir(exist_ok=True)
-        own.write_text(json.dumps({"id": "synth-000000", "prompt": "own"}) + "\n")
-        return ""
-
-    monkeypatch.setattr(prompts_of_run, "_synthesise", synthesise)
-    settings = PromptSettings(sources=("prompts.jsonl",), limit=2, synthesize=1)
-    said = prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
-    made = rows(Path("made/p.jsonl"))
-    assert said == "3 prompts, 3 user turns" and [len(row["messages"]) for row in made] == [1, 1, 1]
-    methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
-    assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
-    Path("prompts.jsonl").write_text(own.read_text())
-    with pytest.raises(PipelineError, match="'synth-000000' is in the sources and among the synthesised prompts"):
-        prompts_of_run.write_prompts(tiny_target, settings, 0, Path("made/p.jsonl"))
-
-
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:
     """A draft head makes rollouts quicker; the ids must be the plain ones, and the provenance must name the head. Of
     these no features are kept, whatever the recipe says, so that their target need not be the training's."""
@@ -105,18 +81,6 @@ def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, m
     assert ids[0] == ids[1]
     assert {row["provenance"]["draft"] for row in rows(drafted)} == {str(draft_dir)}
     assert uses == ["rollouts", "rollouts"]
-
-
-def test_rollouts_by_compiled_forwards(recipe: Path, traced_programs: list) -> None:
-    """The same ids. (Graphs are traced here and not compiled.)"""
-    plain, compiled = Path("plain.jsonl"), Path("compiled.jsonl")
-    common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
-    assert cli.main([*common, str(plain)]) == 0
-    assert not traced_programs
-    assert cli.main([*common, str(compiled), "rollouts.torch_compile=true"]) == 0
-    assert traced_programs
-    ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, compiled)]
-    assert ids[0] == ids[1]
 
 
 def test_token_map_of_any_corpora(
@@ -182,22 +146,6 @@ def test_two_token_maps_and_a_broken_one(
     assert "the maps are equal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--out", "x"], "--out needs --corpus or --counts"),
-        (["--corpus", "c.txt"], "--corpus needs --out DIR"),
-        (["--counts", "x", "--roles", "user", "--out", "y"], "--roles does not go with --counts"),
-    ],
-)
-def test_token_map_arguments_that_do_not_fit(
-    recipe: Path, tiny_target_directory: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A flag that is ignored looks as if it had been obeyed."""
-    assert cli.main(["build-token-map", "--recipe", str(recipe), *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_bench_acceptance_writes_record_and_page(
     recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,61 +169,6 @@ def test_bench_acceptance_writes_record_and_page(
     assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
 
 
-def test_every_draft_shape_asked_for_is_measured(
-    recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Given four times, only the last shape was measured, and nothing said so."""
-    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples"]}\n')
-    line = ["bench", "acceptance", "--draft", str(draft_dir), "--prompts", "p.jsonl", "--max-tokens", "4"]
-    shapes = ["--shape", "1,1,2", "--shape", "2,1,3", "2,2,4", "--out", "a.json"]
-    assert cli.main([*line, *shapes]) == 0
-    record = json.loads(Path("a.json").read_text())
-    assert [row["num_draft_tokens"] for row in record["rows"] if row["task"] == "all"] == [2, 3, 4]
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("chain 1", "chain 2", "tree 2x2/4"))
-    # On a target this small drafting may cost more than it saves; then none is the best.
-    pays = any(round(row["speedup"], 2) >= 1 for row in record["rows"] if row["task"] == "all")
-    assert out.count("(best)") == pays
-    assert not (draft_dir / "measured.json").exists(), "another measurement must not change what serve starts with"
-    assert cli.main([*line, "--shape", "2,1,3", "--shape", "2,1,3"]) == 2
-    assert "each value once" in capsys.readouterr().err
-
-
-def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_directory: Path) -> None:
-    """The floor that every head must beat has to come out of the same measurement; it needs --target alone."""
-    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples and count apples"]}\n')
-    line = ["bench", "acceptance", "--draft", "ngram", "--prompts", "p.jsonl", "--max-tokens", "8", "--warmup", "0"]
-    assert cli.main([*line, "--shape", "3,1,4", "--target", str(tiny_target_directory), "--out", "a.json"]) == 0
-    record = json.loads(Path("a.json").read_text())
-    assert {row["method"] for row in record["rows"]} == {"ngram"} and record["draft"]["head"] == "ngram"
-    assert record["rows"][0]["tokens_equal"] is True
-    assert cli.main(line) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--token-map", "x.pt"], "--token-map is x.pt, but this eagle3 head has an output matrix of its own"),
-        (["--verify", "block", "--shape", "2,1,3", "3,2,6"], "use 3,1,4, or set "),
-        (["--recipe", "r.yaml"], "--recipe and --draft"),
-    ],
-)
-def test_wrong_arguments_of_bench_are_one_line(
-    recipe: Path, draft_dir: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A traceback tells a user nothing about what to type instead."""
-    assert cli.main(["bench", "acceptance", "--draft", str(draft_dir), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert told in error and "Traceback" not in error
-
-
-def test_options_of_another_head_are_not_ignored_with_a_recipe(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "acceptance", "--recipe", str(recipe), "--shape", "4,1,5"]) == 2
-    assert "--shape needs --draft; override bench.shapes=" in capsys.readouterr().err
-
-
 def test_train_passes_the_exit_status_on(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,30 +181,3 @@ def test_train_passes_the_exit_status_on(
     assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]
     assert "status 143" in capsys.readouterr().err
     assert json.loads(Path("runs/tiny/train/manifest.json").read_text())["status"] == "running"
-
-
-def test_train_refuses_a_batch_that_cannot_be_shared(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Found by the training processes, it would end in a page of traceback from their launcher. An earlier head, of
-    other settings, stays where it is."""
-    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
-    head = Path("runs/tiny/train/metrics.jsonl")
-    head.parent.mkdir()
-    head.touch()
-    manifest = json.loads(Path("runs/tiny/token_map/manifest.json").read_text())
-    (head.parent / "manifest.json").write_text(json.dumps(manifest | {"stage": "train", "settings": {}}))
-    for command in (["train", "--recipe", str(recipe)], ["run", str(recipe)], ["run", str(recipe), "--force", "train"]):
-        assert cli.main([*command, "--num-processes", "3"]) == 2
-        told = capsys.readouterr().err
-        assert "a multiple of 3, the number of training processes" in told
-        assert "set train.data.global_batch=6 or 9, or --num-processes 2" in told
-        assert head.is_file() and not Path("runs/tiny/replaced").exists()
-
-
-def test_report_of_a_recipe_and_of_a_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """README says that report takes a recipe as the other stages do; a folder alone must work without one."""
-    assert cli.main(["report", "--recipe", str(recipe), "name=tiny"]) == 2
-    assert "stage report needs runs/tiny/" in capsys.readouterr().err
-    Path("some").mkdir()
-    assert cli.main(["report", "some"]) == 0 and Path("some/report.html").is_file()
-    assert cli.main(["report", "some", "--recipe", str(recipe)]) == 2
-    assert "takes no other argument" in capsys.readouterr().err

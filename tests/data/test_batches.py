@@ -42,22 +42,6 @@ def test_each_epoch_holds_every_example_once(count: int, batch: int) -> None:
     assert sum(len(b) < batch for b in batches) == (count % batch != 0)
 
 
-def test_plan_is_deterministic_and_differs_by_epoch_and_seed() -> None:
-    """Resume and several processes rely on equal plans; equal epochs would always repeat one order."""
-    lengths = [(i * 31) % 97 for i in range(200)]
-    assert BatchPlan(lengths, 8, 1).epoch(4) == BatchPlan(lengths, 8, 1).epoch(4)
-    assert BatchPlan(lengths, 8, 1).epoch(4) != BatchPlan(lengths, 8, 1).epoch(5)
-    assert BatchPlan(lengths, 8, 1).epoch(4) != BatchPlan(lengths, 8, 2).epoch(4)
-
-
-def test_plan_wastes_little_padding() -> None:
-    """Without length buckets half of a batch would be padding."""
-    lengths = [20 + (i * 7919) % 400 for i in range(512)]
-    batches = BatchPlan(lengths, 8, 0).epoch(0)
-    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)
-    assert padded < 1.1 * sum(lengths)
-
-
 def test_plan_goes_on_from_a_position() -> None:
     """An interrupted training must see exactly the batches that an uninterrupted one would have seen."""
     plan = BatchPlan(list(range(30)), 4, 0)

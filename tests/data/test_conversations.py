@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import logging
 import tracemalloc
@@ -207,37 +206,3 @@ def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
     with RowAppender(path) as rows:
         rows.append({"c": 3})
     assert [row for _, row in read_rows(path)] == [{"c": 3}]
-
-
-def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a stream of millions of plain texts, the first hundred rows must be enough for the error."""
-    datasets = pytest.importorskip("datasets")
-
-    read = []
-
-    def rows() -> Any:
-        for number in itertools.count():
-            read.append(number)
-            yield {"body": "no conversation"}
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    with pytest.raises(
-        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys are body"
-    ):
-        read_conversations("hub:org/name", limit=5)
-    assert len(read) < 2000
-
-
-def test_a_stream_that_breaks_off_names_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network may fail in the middle of a hub dataset, long after it was opened."""
-    datasets = pytest.importorskip("datasets")
-
-    def rows() -> Any:
-        yield {"prompt": "one"}
-        raise ConnectionError("server disconnected")
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    with pytest.raises(DataError, match="reading failed after 1 rows .*ConnectionError"):
-        read_conversations("hub:org/name", limit=5)

@@ -216,17 +216,6 @@ def test_an_answer_that_later_prompts_cannot_hold_ends_its_conversation(
     assert write(again, [conversation("two", "one?", "two?"), conversation("one", "one?")]) == stats and not again.calls
 
 
-def test_an_answer_never_runs_over_the_context(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write
-) -> None:
-    """A prompt close to the context leaves less room than max_tokens."""
-    given = [conversation("a", "Hi?")]
-    size = len(prompt_ids(tokenizer, given[0].messages))
-    target = fake_target(tokenizer, lambda request: ("Yes " * 99, "length"))
-    write(target, given, max_context=size + 7)
-    assert target.calls[0].max_tokens == 7
-
-
 def test_rows_of_another_run_are_refused(tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write) -> None:
     """A file with two sets of rollouts would have no clear provenance."""
     write(fake_target(tokenizer, answer))
@@ -282,30 +271,3 @@ def test_a_generate_that_breaks_its_contract_is_named(
     answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
     with pytest.raises(RuntimeError, match=message):
         write(lambda requests: answers, [conversation("a", "Hi?")])
-
-
-def test_few_conversations_still_hold_one_out() -> None:
-    """Otherwise a run on ten prompts at 5 % would train for minutes without held-out data to forecast on."""
-    few = [f"c{i}" for i in range(6)]
-    assert len(held_out_ids(few, 0.001)) == 1 and held_out_ids(few, 0.001) == held_out_ids(few[::-1], 0.001)
-    assert not held_out_ids(few, 0.0) and not held_out_ids(few[:1], 0.001)
-
-
-def test_drafts_are_counted_over_all_turns(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
-) -> None:
-    """A row is rewritten with every turn: counts of the last turn alone would make long dialogues look slow."""
-    target = fake_target(tokenizer, answer)
-
-    def generate(requests: Any) -> Any:
-        for index, result in target(requests):
-            yield index, replace(result, draft_used="d", verify_steps=2, accepted=3)
-
-    write(generate)
-    for row in rows_of(tmp_path / "rollouts.jsonl").values():
-        turns = sum(message["role"] == "assistant" for message in row["messages"])
-        assert row["drafting"] == {"verify_steps": 2 * turns, "accepted": 3 * turns}
-        assert row["provenance"]["draft"] == "d"
-    (tmp_path / "rollouts.jsonl").unlink()
-    write(lambda requests: ((index, replace(result, draft_used=None)) for index, result in target(requests)))
-    assert not any("drafting" in row for row in rows_of(tmp_path / "rollouts.jsonl").values()), "nothing was drafted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,6 @@ def test_prefix_ends_where_the_user_begins(
     assert rendered["input_ids"][: len(prefix)] == prefix
 
 
-def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Such a target would have no prompt at all."""
-    tokenizer.chat_template = "{{ bos_token }}nothing of the user"
-    with pytest.raises(ChatTemplateError, match="user slot"):
-        user_turn_prefix_ids(tokenizer)
-
-
 def test_accepted_are_the_first_good_attempts(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
 ) -> None:
@@ -115,44 +107,6 @@ def test_a_killed_run_ends_with_the_same_prompts(
     assert len(numbers) == len(set(numbers)) and len(second.calls) == len(numbers) - die_after
     nothing = fake_target(tokenizer, turn, 0)
     assert synthesise(nothing) == stats and not nothing.calls
-
-
-def test_more_prompts_go_on_from_the_attempts_made(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
-) -> None:
-    """Asking for more later must keep the first ones and cost only the difference."""
-    synthesise(fake_target(tokenizer, turn))
-    first = list(read_conversations(tmp_path / "prompts.jsonl"))
-    made = len(list(read_rows(tmp_path / "attempts.jsonl")))
-    more = fake_target(tokenizer, turn)
-    synthesise(more, PromptSettings(synthesize=40, max_tokens=60))
-    assert list(read_conversations(tmp_path / "prompts.jsonl"))[:30] == first
-    assert {NUMBER_OF[request.seed] for request in more.calls}.isdisjoint(range(made))
-
-
-def test_too_few_prompts_are_a_warning_and_far_too_few_an_error(
-    tokenizer: PreTrainedTokenizerFast,
-    fake_target: Any,
-    synthesise: Synthesise,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A target that cannot write prompts must neither run forever nor silently give a few prompts."""
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-
-    def good(share: int) -> Callable[[GenerationRequest], tuple[str, str]]:
-        def write(request: GenerationRequest) -> tuple[str, str]:
-            number = NUMBER_OF[request.seed]
-            return (f"Tell me about clock {number}", "stop" if number % share == 0 else "length")
-
-        return write
-
-    stats = synthesise(fake_target(tokenizer, good(5)), PromptSettings(synthesize=20, max_tokens=60))
-    assert stats["accepted"] == 16 and stats["attempts"] == 80 and "16 of 20 prompts accepted in 80" in caplog.text
-    (tmp_path / "attempts.jsonl").unlink()
-    with pytest.raises(DataError, match="8 of 20 prompts accepted in 80 attempts.*'unfinished': 72"):
-        synthesise(fake_target(tokenizer, good(10)), PromptSettings(synthesize=20, max_tokens=60))
 
 
 def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

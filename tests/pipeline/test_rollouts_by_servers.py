@@ -66,7 +66,9 @@ def test_the_same_rollouts(recipe: Path, url: str, request: pytest.FixtureReques
     ours, theirs = rows("engine.jsonl"), rows("served.jsonl")
     by = {row["id"]: row["provenance"].pop("server") for row in theirs.values()}
     assert ours == theirs and len(ours) == 8
-    assert {json.dumps(one) for one in by.values()} == {'{"model": "tiny-target0", "engine": "toolkit"}'}
+    assert {json.dumps(one) for one in by.values()} == {
+        '{"model": "tiny-target0", "engine": "toolkit", "version": "0.1.0"}'
+    }
 
 
 def test_stages(recipe: Path, url: str, no_weights: None, capsys: pytest.CaptureFixture[str]) -> None:

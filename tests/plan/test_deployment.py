@@ -21,7 +21,6 @@ from toolkit.plan.step_time import (
     gpu_named,
     prefill_s,
     round_s,
-    weight_bytes,
 )
 
 GPU = GPUS["H100"]
@@ -44,15 +43,6 @@ def test_a_step_by_hand():
     assert seconds == pytest.approx(by_hand, rel=1e-12)
     many = forward_s(DENSE, GPU, Layout(1), Costs(), requests=2000, tokens=1, context=0)
     assert many == pytest.approx(2 * 2000 * 7.5e9 / (0.5 * 989e12) + 32 * Costs().layer_s, rel=1e-12)
-
-
-def test_only_chosen_experts_are_read():
-    """One row touches 8 of 128 experts in a layer; two GPUs hold half of them each."""
-    one = forward_s(SPARSE, GPU, Layout(1), Costs(), requests=1, tokens=1, context=0)
-    assert one == pytest.approx((11e9 + 160e9 * 8 / 128) / (0.8 * 3.35e12) + 32 * Costs().layer_s)
-    spread = Layout(2, data_parallel=True)
-    assert weight_bytes(SPARSE, Layout(2)) == (10e9 + 2 * 1e9 + 160e9) / 2
-    assert weight_bytes(SPARSE, replace(spread, redundant=2)) == 12e9 + 80e9 * 130 / 128
 
 
 def test_a_round_is_its_parts():
@@ -114,15 +104,6 @@ def test_limits_that_cannot_be_met_are_errors():
     for wrong in ({"input": 0, "concurrency": 1}, {}, {"concurrency": 1, "rate": 1.0}, {"rate": 0.0}):
         with pytest.raises(PlanError, match="expected|give exactly one"):
             Workload(**{"input": 10, "output": 10, **wrong})
-
-
-def test_a_prompt_in_sliding_layers():
-    """Query t sees min(t, w) keys: a triangle of w and then w a token; half a square where the window is longer."""
-    size = replace(DENSE, body=0.0, head=0.0, cache=Cache(0.0, 8, 0.0, 0.0, 100, 1.0, 6.0))
-    for tokens in (40, 1000):
-        pairs = sum(min(t, 100) - 0.5 for t in range(1, tokens + 1))
-        seconds = prefill_s(size, GPU, Layout(1), Costs(layer_s=0.0, prefill_share=1.0), tokens)
-        assert seconds * GPU.flops / 6 == pytest.approx(pairs, rel=0.01), tokens
 
 
 def test_measured_steps_replace_the_fixed_time():

@@ -11,8 +11,6 @@ import torch
 
 from tests.conftest import build_draft, build_target
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.errors import PlanError
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.plan.launch import check_servable, settings_text
@@ -98,11 +96,3 @@ def test_mtp_layers_are_read_from_the_targets_checkpoint(facts, tiny_target, tmp
     text = settings_text("sglang", H100, facts, native, {(1, 1, 2): 1.9}, 300.0, [1], slow)
     assert "export" not in text and "--speculative-draft-model-path" not in text
     check_servable("sglang", native)
-
-
-def test_a_head_that_no_other_engine_serves(tiny_target, tmp_path):
-    """Flags of an engine that refuses the head would be found out on a rented GPU."""
-    draft = shared(tiny_target, Eagle2Config, Eagle2Head, tmp_path)
-    check_servable("vllm", draft)
-    with pytest.raises(PlanError, match="a eagle2 head, which speculators cannot serve: speculators 0.9 and llama.cpp"):
-        check_servable("speculators", draft)

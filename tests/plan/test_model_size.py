@@ -13,7 +13,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
 from toolkit.errors import PlanError
@@ -26,7 +25,6 @@ from toolkit.plan.model_size import (
     size_of_config,
     target_size,
     usual_head,
-    weight_bits_of,
 )
 
 TINY = {
@@ -82,21 +80,6 @@ def test_sliding_layers_stop_growing():
     assert cache.bytes(10) == 3 * 10 * a_layer
     every = size_of_config(MistralConfig(**TINY, sliding_window=64), "tiny").cache
     assert every.bytes(1000) == 3 * 64 * a_layer
-
-
-def test_unsupported_models_are_refused():
-    """Guessing linear or sparse attention, or the bits of an unknown format, would give a wrong plan."""
-    with pytest.raises(PlanError, match="layers of linear_attention"):
-        size_of_config(Qwen3NextConfig(**TINY, **MOE, layer_types=["linear_attention"] * 2 + ["full_attention"]), "x")
-    sparse = DeepseekV3Config(**{**TINY, **LATENT})
-    sparse.index_topk = 2048
-    with pytest.raises(PlanError, match="sparse attention"):
-        size_of_config(sparse, "x")
-    with pytest.raises(PlanError, match="'aqlm' weights.*--weight-bits"):
-        weight_bits_of({"quant_method": "aqlm"}, "x")
-    assert weight_bits_of({"quant_method": "fp8"}, "x") == (8, None)
-    assert weight_bits_of({"quant_method": "awq", "bits": 4}, "x") == (4, None)
-    assert weight_bits_of({"quant_method": "mxfp4"}, "x") == (16, 4.25)
 
 
 def test_target_by_directory_and_config(tmp_path):

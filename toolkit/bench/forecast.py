@@ -24,9 +24,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -61,7 +58,6 @@ from toolkit.jsonl import DataError, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
-from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
@@ -81,16 +77,10 @@ class ForecastAnswer:
     output_ids: tuple[int, ...]
     needed: Array
 
-    def accepted(self, shape: DraftShape, kept: Sequence[bool] | None = None) -> list[int]:
-        """Returns the accepted drafts of each complete verify step with this shape.
-
-        A step that the end of the answer cuts short is left out. kept: by id, whether a token map keeps it; drafts of
-        other ids are misses (None: the map of the forecast)."""
+    def accepted(self, shape: DraftShape) -> list[int]:
+        """Returns the accepted drafts of each complete verify step with this shape; one that the end of the answer cuts
+        short is left out."""
         depths = (self.needed[:, : shape.num_steps, shape.num_steps - 1] <= shape.num_draft_tokens).sum(axis=1).tolist()
-        if kept is not None:
-            for root, depth in enumerate(depths):
-                following = self.output_ids[root + 1 : root + 1 + depth]
-                depths[root] = next((at for at, token in enumerate(following) if not kept[token]), depth)
         steps: list[int] = []
         root, last = 0, len(self.output_ids) - 1
         while root < len(depths) and root + depths[root] + 1 <= last:
@@ -457,32 +447,3 @@ def _trees(rows: Sequence[Row]) -> Table:
     for depth in steps:
         table.add_row(str(depth), *(_length(by_place.get((depth, count))) for count in nodes))
     return table
-
-
-def draw_surface(record: Row, path: str | Path) -> None:
-    """Write a heat map of accept_length as PNG, a panel for each top_k."""
-    panels = list(_by_width(record["rows"]))
-    with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
-        figure = Figure(figsize=(1.2 + 3.4 * len(panels), 3.4), facecolor="white")
-        FigureCanvasAgg(figure)
-        most = max(row["accept_length"] or 1.0 for row in record["rows"])
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (top_k, rows) in zip(axes, panels, strict=True):
-            nodes = sorted({row["num_draft_tokens"] for row in rows})
-            steps = sorted({row["num_steps"] for row in rows})
-            grid = [[float("nan")] * len(nodes) for _ in steps]
-            for row in rows:
-                x, y = nodes.index(row["num_draft_tokens"]), steps.index(row["num_steps"])
-                grid[y][x] = row["accept_length"] or float("nan")
-                color = "black" if (row["accept_length"] or 1.0) > 0.4 + 0.6 * most else "white"  # on yellow, on blue
-                axis.text(x, y, _length(row), ha="center", va="center", fontsize=6.5, color=color)
-            image: Any = axis.imshow(grid, vmin=1.0, vmax=most, cmap="viridis", aspect="auto", origin="lower")
-            axis.set_title(f"top_k {top_k}", fontsize=9)
-            axis.set_xticks(range(len(nodes)), [str(one) for one in nodes])
-            axis.set_yticks(range(len(steps)), [str(one) for one in steps])
-            axis.set_xlabel("num_draft_tokens")
-            axis.grid(False)
-        axes[0].set_ylabel("num_steps")
-        figure.colorbar(image, ax=list(axes), label="accept_length")
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)

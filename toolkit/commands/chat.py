@@ -10,19 +10,26 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, describe, load_from
+from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
+from toolkit.infer.request.detokenize import Detokenizer
+from toolkit.infer.request.params import SamplingParams
 from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
-if TYPE_CHECKING:
-    from toolkit.commands.chat_session import Exchange
+if TYPE_CHECKING:  # the parser is built without torch
+    from toolkit.infer.load.answer import Answer
     from toolkit.infer.load.load_engine import LoadedEngine
     from toolkit.infer.request.request import AcceptanceStats, Request
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
 STATUS_EVERY_S = 0.2
+# Plain steps that are timed: at most so many or those of so many seconds, at least 3. The first of a process are slow.
+TIMED_STEPS, TIMED_SECONDS, LEAST_STEPS, SLOW_STEPS = 12, 2.0, 3, 2
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
@@ -56,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     """Answer --prompt or talk. Raises ValueError with a message for the user, RankLostError when a rank ends."""
-    from toolkit.commands.chat_session import ChatSession
-
     conversation = ChatSession(
         loaded.engine,
         loaded.target.tokenizer,
@@ -97,8 +102,6 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
     """Read lines until /quit or the end of input. A line that cannot be answered prints an error and is dropped."""
-    from toolkit.commands.chat_session import ChatSessionError
-
     with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
 
@@ -216,7 +219,6 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 def status_of(request: Request, plain_tokens_per_s: float | None) -> str:
     """The status line of an answer that is being written."""
-    from toolkit.commands.chat_session import tokens_per_s
     from toolkit.infer.request.request import summarise
 
     since = 0.0 if request.first_token_at is None else time.perf_counter() - request.first_token_at
@@ -253,3 +255,138 @@ def _accept_length(stats: AcceptanceStats) -> str:
 def _plain(tokens_per_s: float | None) -> list[str]:
     """The plain speed, if it was measured."""
     return [] if tokens_per_s is None else [f"plain decoding about {_speed(tokens_per_s)}"]
+
+
+class ChatSessionError(ValueError):
+    """A turn cannot be answered. The conversation does not change."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One turn. decode_s: seconds from the answer's first token to its last. stats: the acceptance statistics."""
+
+    text: str
+    answer: Answer
+    decode_s: float
+    stats: AcceptanceStats
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second after the first one, which comes with the prompt; None for an answer of one token."""
+        return tokens_per_s(self.answer.n_tokens, self.decode_s)
+
+
+def tokens_per_s(n_tokens: int, decode_s: float) -> float | None:
+    """Speed of an answer so far. decode_s: seconds since its first token. None below two tokens."""
+    return (n_tokens - 1) / decode_s if n_tokens > 1 and decode_s > 0 else None
+
+
+class ChatSession:
+    """Keeps the messages and steps the engine. No other code may step the engine during `ask`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        *,
+        context_length: int,
+        system: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 512,
+        seed: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._context_length = context_length
+        self._start = [{"role": "system", "content": system}] if system is not None else []
+        self.messages = list(self._start)
+        try:
+            require_chat_template(tokenizer)
+            self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+        except ValueError as error:
+            raise ChatSessionError(str(error)) from error
+
+    def reset(self) -> None:
+        """Remove all messages except the system message."""
+        self.messages = list(self._start)
+
+    def plain_tokens_per_s(self) -> float | None:
+        """Measure the speed of plain decoding: write a few tokens without drafts, outside of the conversation.
+
+        None if the chat template rejects a greeting, or the context is too short for one.
+        """
+        from toolkit.infer.request.request import PromptTooLongError
+
+        params = SamplingParams(max_tokens=TIMED_STEPS + SLOW_STEPS + 1, ignore_eos=True)
+        try:
+            ids = chat_ids(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])
+            request = self._engine.add_request(ids, params, speculative=False)
+        except (ChatPromptError, PromptTooLongError):
+            return None
+        seconds: list[float] = []
+        while not request.finished:
+            written, began = len(request.output_ids), time.perf_counter()
+            self._engine.step()
+            if written:  # the first token comes with the prompt
+                seconds.append(time.perf_counter() - began)
+            if sum(seconds) > TIMED_SECONDS and len(seconds) >= SLOW_STEPS + LEAST_STEPS:
+                self._engine.abort(request)
+        return 1 / median(seconds[SLOW_STEPS:]) if len(seconds) >= SLOW_STEPS + LEAST_STEPS else None
+
+    def ask(
+        self,
+        text: str,
+        show: Callable[[str, bool], None],
+        interrupted: Callable[[], bool],
+        on_step: Callable[[Request], None] | None = None,
+    ) -> Exchange:
+        """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
+
+        on_step: called after each step. The conversation keeps the shown part of a stopped answer.
+        Raises ChatSessionError.
+        """
+        from toolkit.infer.load.answer import Answer, events_of_answer
+        from toolkit.infer.request.request import Update, summarise
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        request = self._submit(messages)
+        answer = Answer(self._detokenizer.stream())
+        written: list[str] = []
+        sent = 0
+        try:
+            while answer.finish_reason is None:
+                if interrupted():
+                    self._engine.abort(request)
+                else:
+                    self._engine.step()
+                update = Update.since(request, sent)
+                sent += len(update.token_ids)
+                for piece, from_draft in answer.feed_pieces(update):
+                    written.append(piece)
+                    show(piece, from_draft)
+                if on_step is not None:
+                    on_step(request)
+        finally:
+            if request.finish_reason is None:  # show() raised, e.g. into a closed pipe
+                self._engine.abort(request)
+        whole = "".join(written)
+        self.messages = [*messages, {"role": "assistant", "content": whole}]
+        stats = summarise(events_of_answer(request.events, answer.n_tokens))
+        decode_s = 0.0
+        if request.first_token_at is not None and request.finished_at is not None:
+            decode_s = request.finished_at - request.first_token_at
+        return Exchange(whole, answer, decode_s, stats)
+
+    def _submit(self, messages: list[dict[str, str]]) -> Request:
+        try:
+            ids = chat_ids(self._tokenizer, messages)
+        except ChatPromptError as error:
+            raise ChatSessionError(str(error)) from error
+        if len(ids) >= self._context_length:
+            raise ChatSessionError(
+                f"the conversation has {len(ids)} tokens and the model's context is {self._context_length}; "
+                "/reset starts a new one"
+            )
+        return self._engine.add_request(ids, self._params)

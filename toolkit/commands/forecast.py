@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 
 from toolkit.commands.model_arguments import engine_config, errors_with_flags, flag_of
-from toolkit.commands.prompt_arguments import (
+from toolkit.commands.recipe_arguments import (
+    ArgumentsError,
     add_head_arguments,
     add_prompt_arguments,
     add_size_arguments,
     prompt_settings,
 )
-from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.pipeline.launch import set_threads
 
 HELP = "forecast accept_length of every draft shape of a head, without serving"
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="record to write, and a heat map beside it (default: runs/forecast-...)",
+        help="record to write (default: runs/forecast-...)",
     )
     parser.epilog = (
         "The target answers the prompts, and for each top_k the head drafts the largest tree after every token of "
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the surface, writes the record and the heat map."""
+    """Prints the surface and writes the record."""
     given = [name for name in ANSWERS if getattr(args, name) is not None]
     if args.rollouts is not None and given:
         raise ArgumentsError(f"{flag_of(given[0])} is for answers that are written here; --rollouts has its answers")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.pipeline.measure import forecast_head, largest_shapes
 
     with errors_with_flags():
-        paths = forecast_head(
+        path = forecast_head(
             engine_config(args, max_running_requests=BATCH),
             wanted,
             args.seed,
@@ -73,6 +73,5 @@ def run(args: argparse.Namespace) -> int:
             rollouts=args.rollouts,
             out=args.out,
         )
-    for path in paths:
-        print(path)
+    print(path)
     return 0

@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 from toolkit.commands.model_arguments import engine_config, errors_with_flags, flag_of
-from toolkit.commands.prompt_arguments import (
+from toolkit.commands.recipe_arguments import (
+    ArgumentsError,
     add_head_arguments,
     add_prompt_arguments,
     add_size_arguments,
+    numbers_by_count,
     prompt_settings,
 )
-from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
 from toolkit.pipeline.launch import set_threads
 from toolkit.plan.step_time import gpu_named
 

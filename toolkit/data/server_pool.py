@@ -8,7 +8,7 @@ others, as one beyond a context length that its model card does not state, is RE
 
 All servers take requests from one queue, and the client tries each again where that may help. A request that failed
 goes back to the queue, and the server that failed it rests, and then has to show its model again. The run ends when all
-servers have failed.
+servers have failed; one that says that it is busy has not.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class ServerError(ValueError):
 
 class _Failed(Exception):
     """A request failed, and may succeed later, here or on another server."""
+
+
+class _Busy(_Failed):
+    """The server says that it is busy, so it has not died."""
 
 
 class _Refused(ServerError):
@@ -133,6 +137,9 @@ class ServerPool:
                 index = await todo.get()
                 try:
                     done.put_nowait((index, await server.answer(requests[index])))
+                except _Busy:
+                    todo.put_nowait(index)
+                    await asyncio.sleep(REST_S)
                 except _Failed as error:
                     todo.put_nowait(index)
                     logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
@@ -211,8 +218,18 @@ class _Server:
             )
         self.error, self._answers = "", False
         self.model, self.context_length = card["id"], card.get("max_model_len")
-        self.provenance = {"model": self.model, "engine": card.get("owned_by")}
+        self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": await self._version()}
         logger.info("%s answers as %s", self.url, self.provenance)
+
+    async def _version(self) -> str | None:
+        for path in ("/version", "/get_server_info"):  # vLLM and ours, SGLang
+            try:
+                found = await self._ask(self.url.removesuffix("/v1") + path)
+            except (_Failed, ServerError):
+                continue
+            if isinstance(found, dict) and "version" in found:
+                return str(found["version"])
+        return None
 
     async def answer(self, request: GenerationRequest) -> GenerationResult:
         """Raises `ServerError` if the server refuses the request, `_Failed` if it fails."""
@@ -280,7 +297,7 @@ class _Server:
         except APIStatusError as error:
             said = f"status {error.status_code}: {_short(error.response.text)}"
             if error.status_code in LATER or error.status_code >= 500:
-                raise _Failed(said) from error
+                raise (_Busy if error.status_code == 429 else _Failed)(said) from error
             hint = "; set OPENAI_API_KEY to its key" if error.status_code in (401, 403) else ""
             kind = _Refused if error.status_code in TOO_LONG else ServerError
             raise kind(f"{self.url}{path} refuses ({said}){hint}") from error

@@ -23,7 +23,6 @@ from toolkit.bench.forecast import (
     NUM_DRAFT_TOKENS,
     NUM_STEPS,
     TOP_KS,
-    draw_surface,
     forecast_record,
     forecast_surface,
     largest_shape,
@@ -72,7 +71,7 @@ def forecast_head(
     *,
     rollouts: Path | None = None,
     out: Path | None = None,
-) -> tuple[Path, Path]:
+) -> Path:
     """Forecast `config.draft`, and print the surface. Returns the paths of record and picture.
 
     largest: by top_k, see `largest_shapes`. rollouts: a file whose answers are replayed; of `wanted` only `limit` is
@@ -103,8 +102,7 @@ def forecast_head(
     print_surface(record)
     out = out or Path("runs") / f"forecast-{machine_name(record['hardware'])}.json"
     write_record(out, record)
-    draw_surface(record, out.with_suffix(".png"))
-    return out, out.with_suffix(".png")
+    return out
 
 
 def open_trial(
