@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import Row, in_process_of_its_own, leave, parser_of, peak, restart_peak, set_threads, settings_of, show
-from toolkit.train.failures import check_weights
+from toolkit.train.accelerator import check_weights
 from torch import Tensor, nn
 
 from toolkit.bench.bootstrap import summarise_replays

@@ -72,7 +72,7 @@ def forecast_head(
     rollouts: Path | None = None,
     out: Path | None = None,
 ) -> Path:
-    """Forecast `config.draft`, and print the surface. Returns the paths of record and picture.
+    """Forecast `config.draft`, and print the surface. Returns the path of the record.
 
     largest: by top_k, see `largest_shapes`. rollouts: a file whose answers are replayed; of `wanted` only `limit` is
     read then, and `seed` is not.
