@@ -38,6 +38,9 @@ MEASURED = "ckpt/measured.json"
 ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
 REPORT, REPORT_PAGE = "report.json", "report.html"
 
+_TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
+_HEAD_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")  # without its measurements
+
 
 @dataclass
 class Run:
@@ -126,10 +129,6 @@ def of_temperature(name: str, temperature: float) -> str:
     """The file of a further temperature, beside that of the first: bench/acceptance-T1.json."""
     path = Path(name)
     return str(path.with_name(f"{path.stem}-T{temperature:g}{path.suffix}"))
-
-
-_TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
-_HEAD_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf")  # without its measurements
 
 
 def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:

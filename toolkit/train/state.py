@@ -36,6 +36,8 @@ POSITION_FILE = "position.json"
 # As accelerate and DeepSpeed name them.
 OF_MODEL, FLAT = "pytorch_model/mp_rank_00_model_states.pt", "single_partition_of_fp32_groups"
 
+Weights = Mapping[str, torch.Tensor]
+
 
 @dataclass
 class Position:
@@ -237,9 +239,6 @@ def _parts(state: Path) -> list[Path]:
 def _load(path: Path) -> Any:
     # DeepSpeed stores objects of its own beside the tensors, and loads them so too.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-
-
-Weights = Mapping[str, torch.Tensor]
 
 
 def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weights:

@@ -39,6 +39,8 @@ log = get_logger(__name__)
 # The most held-out rollouts of a forecast; with so many its interval is narrow enough.
 FORECAST_ROLLOUTS = 64
 
+FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
+
 
 @dataclass(frozen=True)
 class Data:
@@ -154,9 +156,6 @@ def read_held_out(rollouts: Path, count: int, longest: int) -> list[HeldOutPromp
             "raise rollouts.held_out, or switch the engine's measurements off with train.evaluation.real_every=null"
         )
     return [HeldOutPrompt(str(row["id"]), row["input_ids"][: row["response_spans"][-1][0]]) for row in first]
-
-
-FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
 
 
 def stored_layer_ids(settings: TrainSettings, target: Target) -> tuple[int, ...]:
