@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.pipeline.run import Run, recipe_stages
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import Run
 from toolkit.pipeline.stages import Outcome, run_stages
 from toolkit.recipe import DEMO_RECIPE, load_recipe
 
