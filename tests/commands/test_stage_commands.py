@@ -10,8 +10,8 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.pipeline import rollouts as prompts_of_run
 from toolkit.pipeline import recipe_stages as training
+from toolkit.pipeline import rollouts as prompts_of_run
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
