@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import Row, in_process_of_its_own, leave, parser_of, peak, restart_peak, set_threads, settings_of, show
-from toolkit.train.accelerator import check_weights
 from torch import Tensor, nn
 
 from toolkit.bench.bootstrap import summarise_replays
@@ -41,6 +40,7 @@ from toolkit.data.examples import load_examples
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
+from toolkit.train.accelerator import check_weights
 from toolkit.train.draft_head import trained_head
 from toolkit.train.evaluation import Measurement
 from toolkit.train.loop import Trainer

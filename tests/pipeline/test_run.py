@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.errors import TargetError
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.run import Run, check_head_fits, local_files
+from toolkit.pipeline.recipe_stages import local_files
+from toolkit.pipeline.run import Run
 from toolkit.recipe import RecipeError, load_recipe
-from toolkit.targets.target import Target
-from toolkit.train_settings import TrainSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -173,13 +170,3 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
         with pytest.raises(error, match=told):
             recipe = load_recipe(home / "tiny.yaml", [override])
             _ = Run(recipe, home / "tiny.yaml", processes=2, trains=True).target
-
-
-def test_a_target_whose_rope_no_head_can_have_is_refused(tiny_target: Target) -> None:
-    """Training builds the head after minutes of rollouts; its rope is known when the target is loaded."""
-    config = copy.deepcopy(tiny_target.config)
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = SimpleNamespace(config=config, n_layers=7, vocab_size=400, name="stretched")
-    with pytest.raises(RecipeError, match="target stretched: rope_type 'dynamic' is not supported"):
-        check_head_fits(model, TrainSettings())  # type: ignore[arg-type]
-    check_head_fits(tiny_target, TrainSettings())

@@ -20,13 +20,6 @@ def test_both_directions_and_any_shape():
     assert token_map.to_draft(torch.tensor([[2, 0], [7, 9]])).tolist() == [[0, -1], [2, -1]]
 
 
-def test_identity_changes_nothing():
-    """A head with the whole vocabulary uses the same code; its map must change nothing."""
-    token_map = TokenMap.identity(5)
-    assert token_map.d2t.tolist() == [0] * 5
-    assert token_map.to_draft(torch.arange(5)).tolist() == list(range(5))
-
-
 def test_from_d2t_is_the_inverse_of_d2t():
     """A checkpoint stores only offsets; they must restore the map."""
     token_map = TokenMap.from_ids([0, 4, 5, 9], vocab_size=11)
@@ -38,10 +31,7 @@ def test_from_d2t_is_the_inverse_of_d2t():
     [
         ([1, 2, 2], "1 duplicate ids in a map of 3: 2"),
         ([1, 10], "outside the target vocabulary \\[0, 10\\): 10"),
-        ([-1, 3], "outside the target vocabulary"),
         ([], "the token map is empty"),
-        ([1.5, 2.0], "expected integers"),
-        (torch.tensor([[1, 2]]), "one dimension"),
     ],
 )
 def test_invalid_ids_are_refused(ids, words):

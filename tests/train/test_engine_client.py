@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +21,9 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.jsonl import DataError
 from toolkit.recipe import load_recipe
 from toolkit.targets.target import Target
-from toolkit.train import engine_client, evaluation
+from toolkit.train import engine_client
 from toolkit.train.engine_client import FreshRollouts, engine_generate, read_pool, take_prompts
-from toolkit.train.evaluation import Measurement
 from toolkit.train.step import TrainedHead
-from toolkit.train.training_data import HeldOutPrompt
 from toolkit.weights import read_json
 
 
@@ -209,20 +206,6 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
     assert fresh.write(STEP, None) == stats and fresh.path(STEP).stat().st_mtime_ns == before
     other = fresh.prompts(STEP - 3)[0]
     assert not {one.id for one in other} & {one.id for one in chosen}, "no prompt twice before all once"
-
-
-def test_the_setting_for_the_same_bits(processes, model, tiny_target, monkeypatch):
-    """`rollouts.deterministic` must hold for the rollouts that training writes, and for what it measures."""
-    found: list[bool] = []
-    (fresh,) = processes(1, "one")
-    for module in (engine_client, evaluation):
-        monkeypatch.setattr(module, "with_engine", lambda use, config, *_: found.append(config.deterministic))
-    for wanted in (True, False):
-        fresh.recipe = replace(fresh.recipe, rollouts=replace(fresh.recipe.rollouts, deterministic=wanted))
-        fresh._write_shares(STEP, fresh._share_head(STEP, model))
-        prompts = [HeldOutPrompt(str(one), [1, 2]) for one in range(2)]
-        Measurement(tiny_target, prompts, fresh.recipe.train, 0, deterministic=wanted).by_engine(None)
-    assert found == [True, True, False, False]
 
 
 @pytest.mark.parametrize("count", [3])

@@ -96,40 +96,6 @@ def test_a_frozen_output_matrix_gets_no_gradient(small_tiles):
     assert states.grad is not None and matrix.grad is None
 
 
-@pytest.mark.parametrize("name", ["dspark"])
-def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
-    """A stand-in with the kernel's signature, on a CPU: losses, argmax and gradients are those of tiles. A factor, a
-    row or an argument that got lost on the way would change them; scores with a soft cap stay with the tiles. Rows of
-    scores begin at aligned places, whatever the vocabulary."""
-    states, matrix, teacher, rows, choice = _problem()
-    task = _task(name, teacher, rows, choice)
-    asked: list[str] = []
-
-    def score_rows(name, scores, probs, offsets, choice, weight, eta):
-        assert eta == ETA and scores.shape[1] == VOCABULARY and scores.stride(0) == VOCABULARY + 3
-        asked.append(name)
-        top = scores.max(-1)
-        z = scores - top.values[:, None]
-        losses = ROW_LOSSES[name](z, probs[offsets], choice, weight)
-        scores.copy_(z)
-        return losses, top.indices
-
-    def found(**more):
-        total, losses, best = task(states, matrix, **more)
-        return losses, best, *torch.autograd.grad(total, (states, matrix))
-
-    tiled = found()
-    capped = found(logits_processor=torch.tanh)
-    monkeypatch.setattr(loss_module, "gpu_kernels", lambda device_type: SimpleNamespace(score_rows=score_rows))
-    monkeypatch.setattr(loss_module, "aligned", lambda matrix: F.pad(matrix, (0, 0, 0, 3)))
-    for mine, theirs in zip(found(), tiled, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    assert asked == [name] * 3  # 11 states in chunks of 4
-    for mine, theirs in zip(found(logits_processor=torch.tanh), capped, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    assert len(asked) == 3
-
-
 def test_the_kernels_are_taken_on_an_nvidia_gpu_alone(monkeypatch):
     triton_loss = pytest.importorskip("toolkit.train.triton_loss")
     choose = loss_module.gpu_kernels.__wrapped__

@@ -12,17 +12,9 @@ from toolkit.data.batches import Example, collate
 from toolkit.errors import MissingPackageError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.metrics import MACHINE_KEYS, Metrics, StepClock, StepSums, step_row
-from toolkit.train.step import chain_depths, chained_counts, replay
+from toolkit.train.step import chain_depths, replay
 from toolkit.train.target_side import covered_share
 from toolkit.train_settings import OptimizerSettings, TrackingSettings, TrainSettings, UnrollSettings
-
-
-def test_conditional_counts_by_hand():
-    """Roots 1..3 start chains. Root 0 is supervised at step 1 only: no chain gets there. Root 3 ends after step 0."""
-    roots = [torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]), torch.tensor([0, 1])]
-    hits = [torch.tensor([True, False, True]), torch.tensor([True, True, True]), torch.tensor([True, False])]
-    reached, passed = chained_counts(hits, roots, 5)
-    assert reached.tolist() == [3, 1, 1] and passed.tolist() == [2, 1, 0]
 
 
 def test_coverage_counts_each_supervised_token_once():

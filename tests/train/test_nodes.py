@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -18,11 +17,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.launcher.runner import fetch_hostfile
 
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.recipe import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "accelerate"
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SCRIPT = "toolkit/train/eagle3.py"
 
 
@@ -48,33 +45,6 @@ def typed(name: str) -> list[str]:
     """The launch line in the recipe's header, of the second node where it is one of each node."""
     (words,) = lines_typed(RECIPES / f"{name}.yaml", "accelerate launch")
     return ["1" if word == "K" else word for word in words]
-
-
-def check_batch(words: list[str], processes: int) -> None:
-    """As training does first of all."""
-    recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "recipes/smollm2-135m.yaml"
-    settings = [word for word in words if word.startswith("train.")]
-    # mine.yaml is what docs/training.md has the reader write, for any number of processes.
-    recipe = recipe if recipe.startswith("recipes/") else "recipes/smollm2-135m.yaml"
-    load_recipe(REPOSITORY / recipe, settings).train.check_processes(processes)
-
-
-def test_the_processes_of_every_line_share_its_batch():
-    """The demo recipe's batch of 1 is for one process; a line for several has to state another."""
-    lines = [typed(name) for name in ("zero2", "zero3", "nodes", "hostfile")]
-    by_hand = [words for page in PAGES for words in lines_typed(page, "accelerate launch")]
-    assert by_hand
-    for words in (*lines, *by_hand):
-        check_batch(words, int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1)
-    script = REPOSITORY / "recipes" / "slurm" / "train.sbatch"
-    asked = dict(re.findall(r"^#SBATCH --(nodes|gpus-per-node)=(\d+)", script.read_text(), re.MULTILINE))
-    jobs = [words for path in (script, *PAGES) for words in lines_typed(path, "sbatch")]
-    whole = [words for words in jobs if "..." not in words]
-    assert len(whole) >= 2
-    for words in whole:
-        check_batch(words, int(asked["nodes"]) * int(asked["gpus-per-node"]))
-    (others,) = (words for words in jobs if "--nodes" in words)
-    assert f"ALL,GPUS={others[others.index('--gpus-per-node') + 1]}" in others
 
 
 def started(words: list[str], monkeypatch):

@@ -43,19 +43,6 @@ def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
     assert (muon, adamw) == (0.01, 5e-4)
 
 
-@pytest.mark.parametrize("kind", ["mtp"])
-def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_target, kind):
-    """Their `fc` and `eh_proj` are no output matrices; what is left for AdamW has one dimension."""
-    settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))
-    token_map = TokenMap.identity(tiny_target.vocab_size)
-    head = start_head(plan_head(settings, tiny_target, token_map), settings, tiny_target, seed=0)
-    matrices, others = (group["params"] for group in build_optimizer(head, settings).param_groups)
-    assert {id(one) for one in matrices + others} == {id(one) for one in head.parameters()}
-    assert len(matrices) >= 15 and all(one.dim() == 2 for one in matrices)
-    assert others and all(one.dim() == 1 for one in others)
-    assert all(len(one) < tiny_target.vocab_size for one in matrices), "a row a token is AdamW's"
-
-
 def test_muon_leaves_the_tables_of_a_dspark_head_to_adamw(tiny_target):
     """Both factors of the bias have a row a token, of which a step moves a few."""
     settings = TrainSettings(head=HeadSettings(kind="dspark"))

@@ -203,19 +203,6 @@ def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, path
     assert not torch.equal(changed.right, known.right), "the step reads the rollout's ids"
 
 
-def test_earlier_turns_are_not_what_was_written(tiny_target, path):
-    """A template renders them again: their ids may be others."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row["provenance"] = {"target": tiny_target.name, "temperature": 0.0}
-        (start, end), middle = row["response_spans"][0], sum(row["response_spans"][0]) // 2
-        row["response_spans"] = [[start, middle - 1], [middle, end]]
-    turns = path.with_name("turns.jsonl")
-    turns.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batch = collate(load_examples(turns, "train", 64, tiny_target.name)[0], pad_id=0)
-    assert batch.response.any() and not batch.greedy.any()
-
-
 @pytest.fixture(scope="module")
 def quantized(tiny_target_directory) -> Target:
     return load_target(tiny_target_directory, quantization="int8", dtype="float32")

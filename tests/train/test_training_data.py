@@ -193,25 +193,11 @@ def test_only_what_is_missing_is_made(tiny_target, data, opened, monkeypatch, tm
         stored = sum(read[:-1])
         read, killed_at = [], 0
         assert len(opened().store) == 16
-        assert sum(read) == 16 - stored + 1 and 0 < stored < 16
+        assert sum(read) == 16 - stored and 0 < stored < 16
         read = []
-        assert len(opened().store) == 16 and read == [1]
+        assert len(opened().store) == 16 and not read
     finally:
         hook.remove()
-
-
-def test_a_target_trained_further_is_another(tiny_target, opened):
-    """Name and configuration are the same, so the manifest cannot tell; the states can."""
-    opened()
-    weight = tiny_target.layers[3].mlp.down_proj.weight
-    before = weight.clone()
-    try:
-        weight.mul_(1.1)
-        with pytest.raises(FeatureStoreError, match="not computed with the current weights of tiny"):
-            opened()
-    finally:
-        weight.copy_(before)
-    opened()
 
 
 def test_no_room_is_told_before_any_forward(tiny_target, opened, monkeypatch, tmp_path):

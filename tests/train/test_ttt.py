@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,32 +124,6 @@ def test_attention_and_its_gradient_equal_the_dense_form(causal, kv_heads, dtype
     theirs = torch.autograd.grad((reference * weights).sum(), leaves)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, **{**close, "atol": 3 * close["atol"]})
-
-
-@pytest.mark.parametrize("sees", [{"window": 4, "starts": STARTS}])
-def test_attention_on_a_gpu_goes_through_the_kernels(monkeypatch, sees):
-    """Stand-ins with their signatures, on a CPU: outputs and gradients stay, in fp32; float64 is not for kernels."""
-    asked: list[str] = []
-
-    def results(dtype):
-        flat, attend = _steps(1, dtype), TTTAttention(2, LENGTH, **sees)
-        out = torch.stack([attend(*parts) for parts in flat])
-        return out, *torch.autograd.grad(out.square().sum(), [x for parts in flat for x in parts])
-
-    plain = results(torch.float32)
-    kernels = SimpleNamespace(
-        attend=lambda *given: asked.append("forward") or causal_attention.tiled_forward(*given),
-        attend_backward=lambda *given: asked.append("backward") or causal_attention.tiled_backward(*given),
-        merge=lambda *given: asked.append("merge") or ttt.plain_merge(*given),
-        merge_backward=lambda *given: asked.append("split") or ttt.plain_merge_backward(*given),
-    )
-    monkeypatch.setattr(causal_attention, "gpu_kernels", lambda device_type: kernels)
-    results(torch.float64)
-    assert not asked
-    for mine, theirs in zip(results(torch.float32), plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    first, later = ["forward"], ["forward", "merge"]
-    assert asked == first + later * 2 + ["backward", "split"] * 2 + ["backward"]
 
 
 @pytest.mark.parametrize("narrow", [False, True])

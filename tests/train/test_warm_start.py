@@ -66,11 +66,9 @@ SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "initializer_range": 0.2,
 }  # fmt: skip
-QK, BIASES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight"), [f"self_attn.{one}_proj.bias" for one in "qkv"]
+QK = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 MLP = tuple(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down"))
-NORMED_OUTPUTS = ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]
-QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 # Settings that multiply scores and outputs, and the factors that the copies have for it.
 OF_FAMILY = {
     "gemma2": ({"query_pre_attn_scalar": 32}, {"q_proj": 0.5}),
@@ -83,41 +81,21 @@ OF_FAMILY = {
 
 
 @pytest.mark.parametrize(
-    ("family", "left", "dropped"),
+    ("family", "left"),
     [
-        ("llama", (), []),
-        ("qwen3", QK, QK_NORMS),
-        ("gemma2", OUTPUTS, [*NORMED_OUTPUTS, "mlp.act_fn", "self_attn.attn_logit_softcapping"]),
-        (
-            "phi3",
-            (*QK, "self_attn.v_proj.weight", OUTPUTS[0], *MLP),
-            ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"],
-        ),
-        (
-            "gpt_oss",  # whose positions turn halves, by a function of its own
-            MLP,
-            [
-                *BIASES,
-                "self_attn.o_proj.bias",
-                "self_attn.sinks",
-                "mlp.router.weight",
-                "mlp.router.bias",
-                *(f"mlp.experts.{one}_proj{kind}" for one in ("gate_up", "down") for kind in ("", "_bias")),
-            ],
-        ),
-        (
-            "glm4",
-            (*QK, *OUTPUTS, *MLP[:2]),
-            [*BIASES, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", "mlp.gate_up_proj.weight"],
-        ),
-        ("granite", (), []),
-        ("qwen3_moe", (*QK, *MLP), [*QK_NORMS, "mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]),
+        ("llama", ()),
+        ("qwen3", QK),
+        ("gemma2", OUTPUTS),
+        ("phi3", (*QK, "self_attn.v_proj.weight", OUTPUTS[0], *MLP)),
+        ("gpt_oss", MLP),  # whose positions turn halves, by a function of its own
+        ("glm4", (*QK, *OUTPUTS, *MLP[:2])),
+        ("granite", ()),
     ],
 )
 @torch.no_grad()
-def test_parts_of_another_meaning_stay_random(family, left, dropped):
+def test_parts_of_another_meaning_stay_random(family, left):
     """Queries that the target norms, or outputs that it norms, would be of a scale that nothing was ever read with; a
-    norm of an output is not the one before the MLP; and what the head has no place for is named."""
+    norm of an output is not the one before the MLP."""
     own, factors = OF_FAMILY.get(family, ({}, {}))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **own))
     theirs = model.model.layers[-1]
@@ -127,8 +105,7 @@ def test_parts_of_another_meaning_stay_random(family, left, dropped):
     config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
     layer = Eagle3Head(config).midlayer
     before = {name: value.clone() for name, value in layer.named_parameters()}
-    report = copy_decoder_layer(layer, theirs, 32)
-    assert set(report.not_copied) == set(left) and set(report.dropped) == set(dropped)
+    assert set(copy_decoder_layer(layer, theirs, 32)) == set(left)
     source = dict(theirs.named_parameters())
     for name, value in layer.named_parameters():
         if name in left or name == "input_layernorm.weight":

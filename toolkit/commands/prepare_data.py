@@ -7,7 +7,8 @@ import argparse
 from toolkit.commands import preview
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.run import ROLLOUTS, recipe_stages
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import ROLLOUTS
 from toolkit.pipeline.stages import run_stages, summary
 
 HELP = "bring the training data of a recipe up to date: prompts, rollouts and token map"

@@ -30,6 +30,9 @@ from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
+ROUNDS_PER_WAVE = 16
+Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
+
 
 def prompts_stage(run: Run) -> str:
     """The prompts of a run. Returns a headline."""
@@ -97,10 +100,6 @@ def _generate(target: Target | ServedTarget, at_once: int) -> Iterator[GenerateF
         yield engine_generate(engine)
     finally:
         engine.close()
-
-
-ROUNDS_PER_WAVE = 16
-Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
 
 
 def rollouts_stage(run: Run) -> str:

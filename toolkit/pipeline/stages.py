@@ -31,6 +31,10 @@ from typing import Any, Literal
 from toolkit.log import Progress
 from toolkit.weights import WeightsError, read_json, sha256_file, write_json
 
+FILE_NAME = "manifest.json"
+FileMark = dict[str, Any]  # {"sha256", "size" in bytes, "mtime_ns"}
+State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
+
 
 @contextmanager
 def progress_bar(what: str, unit: str, total: int | None = None, note: str = "") -> Iterator[Callable[..., None]]:
@@ -50,10 +54,6 @@ def progress_bar(what: str, unit: str, total: int | None = None, note: str = "")
             bar.update(done - bar.n, None if count is None else f"{count:,} {note}")
 
         yield show
-
-
-FILE_NAME = "manifest.json"
-FileMark = dict[str, Any]  # {"sha256", "size" in bytes, "mtime_ns"}
 
 
 @dataclass
@@ -127,9 +127,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
     return flat
-
-
-State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
 
 
 class PipelineError(ValueError):

@@ -22,7 +22,8 @@ from typing import Any
 from toolkit.errors import exit_status
 from toolkit.log import get_logger
 from toolkit.pipeline.launch import STAGES_DONE, check_packages
-from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, recipe_stages, run_recipe, training_headline
+from toolkit.pipeline.recipe_stages import recipe_stages, run_recipe, training_headline
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.pipeline.stages import PipelineError, record_done
 from toolkit.recipe import DEMO_RECIPE, REPOSITORY, RecipeError, load_recipe
 from toolkit.recipe_fields import HeadName
@@ -113,10 +114,10 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
     # The trainer's imports take seconds: a mistake in the recipe is reported before them.
-    from toolkit.train.accelerator import end_process_group, lost_process_named, set_threads
+    from toolkit.train.accelerator import end_process_group, lost_process_named, share_threads
     from toolkit.train.loop import Trainer
 
-    set_threads()
+    share_threads()
     # A process that exits with gloo's threads still running may abort (PyTorch #190489), also after an error. Not
     # before the exit: DeepSpeed keeps the group for the next training of the process.
     atexit.register(end_process_group)

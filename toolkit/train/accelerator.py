@@ -43,8 +43,17 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 BUCKET = 50_000_000
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
+# Messages of gloo and NCCL after another process has ended; torch has no error type for it.
+LOST_MESSAGES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "timed out",
+)
 
-def set_threads() -> None:
+
+def share_threads() -> None:
     """Divide this machine's cores among the local processes, unless the user set OMP_NUM_THREADS."""
     chosen = users_threads() or ""
     share = max(1, physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
@@ -175,16 +184,6 @@ def _quiet_cpu() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-# Messages of gloo and NCCL after another process has ended; torch has no error type for it.
-LOST_MESSAGES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "remote process exited",
-    "timed out",
-)
 
 
 class DivergedError(TrainError):

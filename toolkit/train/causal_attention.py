@@ -34,6 +34,8 @@ TILE = 256  # queries of a tile in plain torch
 # With fewer positions the CPU's backward is not faster in bfloat16, also with AMX (8 x 280: 45 ms, in fp32 40 ms).
 LONG = 512
 
+logger = get_logger(__name__)
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -172,9 +174,6 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None)
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[B, kv, G*R, hd] -> [B, h, R, hd]."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
-
-
-logger = get_logger(__name__)
 
 
 class GpuKernels(NamedTuple):

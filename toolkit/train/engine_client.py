@@ -52,6 +52,8 @@ if TYPE_CHECKING:  # pipeline stages before training import this file without ac
 
 Result = TypeVar("Result")
 
+log = get_logger(__name__)
+
 
 def engine_generate(
     engine: Engine,
@@ -131,9 +133,6 @@ def with_engine(
         torch.cuda.empty_cache()
 
 
-log = get_logger(__name__)
-
-
 class FreshRollouts:
     """Writes and finds the fresh rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts or
     the target has no chat template."""
@@ -152,7 +151,7 @@ class FreshRollouts:
         self.folder, self.accelerator = directory / "fresh", accelerator
         template_text(target.tokenizer)  # raises now if it has none, not after the first interval
         self.pool = read_pool(rollouts)
-        self.shape = shapes_of(recipe.train)[0]
+        self.shape = real_shapes(recipe.train)[0]
 
     def path(self, step: int) -> Path:
         return self.folder / f"{step:06d}.jsonl"
@@ -318,7 +317,7 @@ def take_prompts(pool: Sequence[Conversation], seed: int, start: int, count: int
     return taken
 
 
-def shapes_of(settings: TrainSettings) -> list[DraftShape]:
+def real_shapes(settings: TrainSettings) -> list[DraftShape]:
     """train.evaluation.real_shapes, else a chain and a tree as deep as the unroll.
 
     Raises `DraftShapeError`, also for shapes that a block drafter cannot draft."""

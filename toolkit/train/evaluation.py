@@ -29,7 +29,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import AcceptanceStats, summarise
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
-from toolkit.train.engine_client import shapes_of, with_engine
+from toolkit.train.engine_client import real_shapes, with_engine
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import Position, Weights, as_draft, best_path, gathered_weights, in_dtype
 from toolkit.train.step import forecast_accept_length
@@ -37,6 +37,8 @@ from toolkit.train.target_side import TargetSide
 from toolkit.train.training_data import Data, HeldOutPrompt
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import save_tensors
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Measurement:
         deterministic: bool = False,
     ) -> None:
         self.target, self.prompts, self.deterministic = target, prompts, deterministic
-        self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
+        self.shapes, self.temperatures = real_shapes(settings), settings.evaluation.real_temperatures
         self.max_tokens = settings.evaluation.real_max_tokens
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts]
 
@@ -131,9 +133,6 @@ class Measurement:
             tokens=sum(len(request.output_ids) for request in requests),
             seconds=seconds,
         )
-
-
-log = get_logger(__name__)
 
 
 class Evaluation:

@@ -29,7 +29,7 @@ from toolkit.train.accelerator import (
     training_precision,
 )
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
-from toolkit.train.engine_client import FreshRollouts, check_engine_runs, shapes_of
+from toolkit.train.engine_client import FreshRollouts, check_engine_runs, real_shapes
 from toolkit.train.evaluation import Evaluation, Measurement, accept_lengths, describe_best, due, has_stopped
 from toolkit.train.metrics import Metrics, StepClock, StepSums, peak_memory_bytes, rollouts_row, step_row
 from toolkit.train.optimizer import (
@@ -83,7 +83,7 @@ class Trainer:
         self.steps = total_steps(self.settings, len(self.data.plan))
         same_bits = recipe.rollouts.deterministic
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
-            check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings), same_bits)
+            check_engine_runs(self.target, self.plan.token_map.size, real_shapes(self.settings), same_bits)
         data = self.settings.data
         self.fingerprint = sha256_json(
             [

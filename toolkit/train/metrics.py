@@ -27,6 +27,16 @@ from toolkit.train.loss import step_weights
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write
 
+# Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
+MACHINE_KEYS = (
+    "seconds_per_step",
+    "tokens_per_s",
+    "seconds_target",
+    "seconds_head",
+    "seconds_optimizer",
+    "peak_memory_bytes",
+)
+
 
 class StepClock:
     """`with clock.part("head"):` adds to the time of a part, without that of parts inside it.
@@ -87,17 +97,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     # Kilobytes on Linux (getrusage(2)), bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-# Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
-MACHINE_KEYS = (
-    "seconds_per_step",
-    "tokens_per_s",
-    "seconds_target",
-    "seconds_head",
-    "seconds_optimizer",
-    "peak_memory_bytes",
-)
 
 
 @dataclass(frozen=True)

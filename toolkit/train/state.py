@@ -44,6 +44,8 @@ class Place(NamedTuple):
     start: int
     numel: int
 
+Weights = Mapping[str, torch.Tensor]
+
 
 @dataclass
 class Position:
@@ -278,9 +280,6 @@ def _parts(state: Path) -> list[Path]:
 def _load(path: Path) -> Any:
     # DeepSpeed stores objects of its own beside the tensors, and loads them so too.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-
-
-Weights = Mapping[str, torch.Tensor]
 
 
 def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weights:

@@ -33,6 +33,15 @@ from toolkit.targets.features import AuxCapture, Capture, LastCapture, TargetFea
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
+# Scores computed at once (rows times vocabulary): [M, V] of all rows would not fit into memory. And the fewest rows:
+# with fewer, reading the output matrix from memory would take most of the time.
+CHOICE_SCORES, LEAST_ROWS = 2**25, 128
+GPU_ROWS = 2048  # in place of both on a GPU
+# A GPU's matrices have a multiple of so many rows. If rows of scores do not begin at multiples of 16 bytes, cuBLAS is
+# left with kernels that take several times as long.
+ALIGNED = 64
+Anchors = Callable[["Supervision", torch.Size], "Supervision"]  # of `micro_step`
+
 
 class FusedTarget(FusedLayers):
     """Layers that run fused inside `running`: none without the GPU's kernels, and none of a target that is sharded or
@@ -212,15 +221,6 @@ def covered_share(batch: Batch, token_map: TokenMap) -> float:
     return float(token_map.t2d[tokens].float().mean()) if len(tokens) else 1.0
 
 
-# Scores computed at once (rows times vocabulary): [M, V] of all rows would not fit into memory. And the fewest rows:
-# with fewer, reading the output matrix from memory would take most of the time.
-CHOICE_SCORES, LEAST_ROWS = 2**25, 128
-GPU_ROWS = 2048  # in place of both on a GPU
-# A GPU's matrices have a multiple of so many rows. If rows of scores do not begin at multiples of 16 bytes, cuBLAS is
-# left with kernels that take several times as long.
-ALIGNED = 64
-
-
 def aligned(rows: torch.Tensor) -> torch.Tensor:
     """An output matrix [D, H] or bias [D], on a GPU with zeros behind it up to a multiple of `ALIGNED` rows."""
     missing = -len(rows) % ALIGNED if rows.device.type == "cuda" else 0
@@ -305,9 +305,6 @@ class Teacher:
             choice, open_rows = labels.clone(), on_device((~greedy).nonzero().squeeze(-1), hidden.device)
             choice[open_rows] = self.choice(hidden[open_rows])
         return TeacherRows(hidden, choice, self.in_draft[choice], self.distribution)
-
-
-Anchors = Callable[[Supervision, torch.Size], Supervision]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
-from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
+from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
 from toolkit.errors import TrainError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
@@ -38,6 +38,8 @@ log = get_logger(__name__)
 
 # The most held-out rollouts of a forecast; with so many its interval is narrow enough.
 FORECAST_ROLLOUTS = 64
+
+FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,6 @@ def read_held_out(rollouts: Path, count: int, longest: int) -> list[HeldOutPromp
     return [HeldOutPrompt(str(row["id"]), row["input_ids"][: row["response_spans"][-1][0]]) for row in first]
 
 
-FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
-
-
 def stored_layer_ids(settings: TrainSettings, target: Target) -> tuple[int, ...]:
     """The layers whose inputs are stored for a training with these settings.
 
@@ -182,8 +181,7 @@ def offline_features(
 ) -> StoredFeatures:
     """The features of all rollouts in `data`, stored in `folder`; each process computes its share of the missing ones.
 
-    All processes must call this. Raises `FeatureStoreError` if the disk has no room, or if the stored features were
-    computed with other weights.
+    All processes must call this. Raises `FeatureStoreError` if the disk has no room.
     """
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     texts = texts_of(data)
@@ -191,12 +189,10 @@ def offline_features(
         FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))
     accelerator.wait_for_everyone()
     store = FeatureStore(folder, spec)
-    known, missing = ([text for text in texts if (text in store) == stored] for stored in (True, False))
-    log.info("features of %d of %d rollouts are in %s", len(known), len(texts), folder)
+    missing = [text for text in texts if text not in store]
+    log.info("features of %d of %d rollouts are in %s", len(texts) - len(missing), len(texts), folder)
     if missing:
         store.check_room(sum(len(text) - 1 for text in missing))
-    if known:
-        check_stored_features(store, target, known[len(known) // 2])
     accelerator.wait_for_everyone()  # no process writes before all have checked the free space
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
     limited = thread_limit(target.device, accelerator.num_processes)
@@ -273,25 +269,3 @@ def features_of(target: Target, capture: AuxCapture, texts: Sequence[list[int]])
     features = torch.cat((states.aux, states.last), dim=-1).cpu()
     for row, text in enumerate(texts):
         yield features[row, : len(text) - 1].clone()  # a copy, which does not keep the padding in memory
-
-
-def check_stored_features(store: FeatureStore, target: Target, text: list[int]) -> None:
-    """Compare the stored features of one text with the target's forward, to notice a target that was trained further
-    under the same name and configuration. Position 0 is left out: it is an outlier in most models.
-
-    Raises `FeatureStoreError` when the last hidden states differ by more than rounding.
-    """
-    capture = AuxCapture(target, store.spec.layer_ids)
-    try:
-        now = next(features_of(target, capture, [text]))[1:, store.last_columns].float()
-    finally:
-        capture.remove()
-    before = store.read(text)[1:, store.last_columns].float()
-    difference = float((now - before).norm() / now.norm())
-    allowed = 1e-3 if store.spec.torch_dtype == torch.float32 else 1e-1
-    if not difference <= allowed:
-        raise FeatureStoreError(
-            f"the features in {store.folder} were not computed with the current weights of {target.name}: the last "
-            f"hidden states of one text differ by {difference:.2g} of their norm (allowed: {allowed:g}); move the "
-            "folder away to compute the features again"
-        )

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, check_draft_sizes, rope_difference
@@ -84,7 +83,7 @@ def initialise_from_target(
     """
     initialise_random(head, seed)
     start = head.warm_start()
-    report = _copy_layers(start, target)
+    random = _copy_layers(start, target)
     for norm, copied in start.same_norms:
         norm.load_state_dict(copied.state_dict())
     if head.config.own_vocabulary:
@@ -92,23 +91,25 @@ def initialise_from_target(
     if start.last_norm is not None:
         name, norm = start.last_norm
         if not copy_norm(norm, target.final_norm, target.hidden_size):
-            report.not_copied.append(name)
-    report.warn()
+            random.append(name)
+    if random:  # one name for all experts of a layer
+        names = dict.fromkeys(re.sub(r"\.experts\..*", ".experts", one) for one in random)
+        log.warning("these parameters stay random, because the target has no matching part: %s", ", ".join(names))
     r2 = _regress(head, start, target, batches, stored) if batches else None
     for layer in start.repeats:
         layer.load_state_dict(start.copies[0].layer.state_dict())
     return r2
 
 
-def _copy_layers(start: WarmStart, target: Target) -> CopyReport:
-    report = CopyReport([], [])
+def _copy_layers(start: WarmStart, target: Target) -> list[str]:
+    """Names of the head's parameters that stay random."""
+    random: list[str] = []
     for layer, source, prefix, zeroed in start.copies:
-        of_layer = copy_decoder_layer(layer, _source(layer, target, source), target.hidden_size)
+        not_copied = copy_decoder_layer(layer, _source(layer, target, source), target.hidden_size)
         for name in zeroed:
             layer.get_parameter(name).zero_()
-        report.not_copied += [prefix + name for name in of_layer.not_copied if name not in zeroed]
-        report.dropped += of_layer.dropped
-    return report
+        random += [prefix + name for name in not_copied if name not in zeroed]
+    return random
 
 
 def _source(layer: nn.Module, target: Target, number: int) -> nn.Module:
@@ -253,28 +254,10 @@ def _solve(moments: Moments) -> Tensor:
 # -- copies of the target's layers -------------------------------------------------------------------------------------
 
 
-@dataclass
-class CopyReport:
-    """not_copied: names of the head's parameters that stay random. dropped: the target's parts that the head lacks."""
-
-    not_copied: list[str]
-    dropped: list[str]
-
-    def warn(self) -> None:
-        """Log both lists, with one name for all experts of a layer."""
-        not_copied, dropped = (
-            ", ".join(dict.fromkeys(re.sub(r"\.experts\..*", ".experts", name) for name in names))
-            for names in (self.not_copied, self.dropped)
-        )
-        if not_copied:
-            log.warning("these parameters stay random, because the target has no matching part: %s", not_copied)
-        if dropped:
-            log.warning("the head lacks these parts of the target's layers: %s", dropped)
-
-
 @torch.no_grad()
-def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
-    """Copy the parts of `theirs`, a layer of the target of width H, that match in shape and meaning.
+def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> list[str]:
+    """Copy the parts of `theirs`, a layer of the target of width H, that match in shape and meaning. Returns the names
+    of the parameters that are not copied.
 
     If the head's layer reads the embedding and the hidden state, the target's projections go into the half for the
     hidden state; the first half, for the embedding, stays random with small values.
@@ -283,12 +266,13 @@ def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> CopyR
         return _copy(layer, theirs, width)
 
 
-def _copy(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
+def _copy(layer: nn.Module, theirs: nn.Module, width: int) -> list[str]:
     if isinstance(theirs, type(layer)):  # a sharded layer is of a subclass
         return _copy_alike(layer, theirs)
     assert isinstance(layer, AttendingLayer), "a layer of another family is of our own class"
-    source, report = _tensors(theirs), CopyReport([], [])
+    source = _tensors(theirs)
     copied: set[str] = set()
+    not_copied: list[str] = []
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
             continue
@@ -300,34 +284,25 @@ def _copy(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
         elif value is not None and value.shape == half and name in CONCATENATED_INPUT:
             parameter[:, half[1] :].copy_(value)
         else:
-            report.not_copied.append(name)
+            not_copied.append(name)
             continue
         copied.add(name)
     norms = {layer.norm_before_attention: "input_layernorm", "post_attention_layernorm": _norm_before_mlp(theirs)}
     for mine, other in norms.items():
         own, norm = getattr(layer, mine, None), getattr(theirs, other, None)
-        copied |= {f"{other}.weight", f"{other}.bias"}
         if own is not None and (norm is None or not copy_norm(own, norm, width)):
-            report.not_copied.append(f"{mine}.weight")
-    report.dropped += [name for name in source if name not in copied and name not in report.not_copied]
-    report.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
-    if getattr(getattr(theirs, "self_attn", None), "attn_logit_softcapping", None) is not None:
-        report.dropped.append("self_attn.attn_logit_softcapping")
-    return report
+            not_copied.append(f"{mine}.weight")
+    return not_copied
 
 
-def _copy_alike(layer: nn.Module, theirs: nn.Module) -> CopyReport:
+def _copy_alike(layer: nn.Module, theirs: nn.Module) -> list[str]:
     """Copy a layer of the target's own class, with its buffers."""
-    report = CopyReport([], [])
     source = {**_tensors(theirs), **dict(theirs.named_buffers())}
     own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     for name, value in source.items():
         if name in own and own[name].shape == value.shape:
             own[name].copy_(value)
-        else:
-            report.dropped.append(name)
-    report.not_copied += [name for name in own if name.startswith(("self_attn.", "mlp.")) and name not in source]
-    return report
+    return [name for name in own if name.startswith(("self_attn.", "mlp.")) and name not in source]
 
 
 def _factor(name: str, theirs: nn.Module) -> float:
@@ -339,13 +314,6 @@ def _factor(name: str, theirs: nn.Module) -> float:
         return 1.0 if scaling is None or width is None else scaling * math.sqrt(width)
     added = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
     return float(getattr(theirs, "residual_multiplier", 1.0)) if added else 1.0
-
-
-def _is_silu(theirs: nn.Module) -> bool:
-    """Whether the MLP's activation is SiLU; True if it is not an attribute that can be checked."""
-    activation = getattr(getattr(theirs, "mlp", None), "act_fn", None)
-    probe = torch.linspace(-4, 4, 9, device=next(theirs.parameters()).device)  # Apertus's activation has weights
-    return activation is None or torch.allclose(activation(probe), F.silu(probe), atol=1e-5)
 
 
 def _same_rope(theirs: nn.Module) -> bool:
