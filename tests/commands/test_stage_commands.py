@@ -11,7 +11,6 @@ import torch
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.pipeline import recipe_stages as training
-from toolkit.pipeline import run as training
 from toolkit.pipeline.run import Run
 from toolkit.targets.target import Target
 

@@ -44,6 +44,7 @@ class Place(NamedTuple):
     start: int
     numel: int
 
+
 Weights = Mapping[str, torch.Tensor]
 
 

@@ -99,8 +99,6 @@ def _told(error: BaseException) -> str:
     )
 
 
-
-
 def buckets_up_to(rows: int) -> list[int]:
     """The batch sizes to capture: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""
     return sorted({rows, *(one for one in (1, 2, 4) if one < rows), *range(STEP, rows, STEP)})
