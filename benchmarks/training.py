@@ -16,6 +16,7 @@ Writes benchmarks/results/training-recipes-step-<hardware>.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -47,6 +48,7 @@ from toolkit.train.loop import Trainer
 from toolkit.train.optimizer import rate_factor, set_learning_rates
 from toolkit.train.state import Weights, gathered_weights, head_of
 from toolkit.train.step import replayed_steps
+from toolkit.train.target_side import OnlineFeatures
 from toolkit.train.training_data import FORECAST_ROLLOUTS, Data, WholeTexts, read_held_out
 from toolkit.train.warm_start import regression_batches
 from toolkit.train_settings import OnPolicySettings, OptimizerSettings, TrackingSettings, TrainSettings
@@ -69,7 +71,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "curriculum": (),
         "anchors": None,
         "checkpointing": False,
-        "mask_shift": 0,  # the mask below lags by itself
     },
     "optimizer": {
         "name": "adamw",
@@ -394,7 +395,8 @@ def start_tokens(trainer: Any) -> int:
 def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) -> dict[str, Any]:
     """Forecast and real accept_length of a head, measured alike for all; the real one where the job has prompts.
     head_in: gives the head in a dtype, the training's or the target's."""
-    target, side, plan = trainer.target, trainer.side.online(), trainer.plan
+    target, side, plan = trainer.target, copy.copy(trainer.side), trainer.plan
+    side.features = OnlineFeatures(target, side.capture)  # these texts are not stored
     settings = replace(trainer.settings, unroll=replace(trainer.settings.unroll, ttt_steps=CHAIN))
     module = trained_head(plan, settings, head_in(side.head_dtype), side.teacher)
     file = job.run / (ROLLOUTS if job.split is None else f"{job.split}.jsonl")

@@ -108,7 +108,7 @@ def test_wrong_input_says_key_value_and_need(tmp_path: Path) -> None:
         ("train.max_step=3", "did you mean train.max_steps?"),
         ("train.lr=1e-3", "unknown key train.lr; did you mean train.optimizer.learning_rate?"),
         ("learning_rate=1e-3", "did you mean train.optimizer.learning_rate?"),
-        ("trian.max_steps=3", "did you mean train?"),
+        ("trian.max_steps=3", "did you mean train.max_steps?"),
         ("target.revision=123", 'write it in quotes: "123"'),
         ("train.epochs=many", 'train.epochs = "many": it must be a valid number'),
         ("train.epochs=.nan", "it must be a finite number"),

@@ -66,6 +66,10 @@ class _OwnAttention:
 
     attention: Any
     mask: Tensor | None
+    in_place = False
+
+    def row_attention(self, *_layer: Any) -> None:
+        """There is no cache."""
 
     def attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         return sdpa_attention_forward(self.attention, q, k, v, self.mask, scaling=scoring.scaling)[0]

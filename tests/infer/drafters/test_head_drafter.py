@@ -53,7 +53,7 @@ class Dense:
         hidden = state = self.features[:length]
         layer = 0
         for step in range(len(path) + 1):
-            layer = min(step, self.head.config.stages - 1)
+            layer = min(step, self.head.config.mtp_layers - 1)
             if step and layer < step:  # recursion: the last output joins the inputs
                 hidden = torch.cat((hidden, state[-1:]))
             elif step:  # the next layer reads what the one below left at the same positions

@@ -16,7 +16,6 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundState, row_states
 from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.adaptive import RETRY, LookupChoice
-from toolkit.infer.drafters.choose_drafter import Lookup
 from toolkit.infer.drafters.estimates import LookupArm, StepCosts
 from toolkit.infer.drafters.lookup import (
     CONTEXT,
@@ -265,7 +264,7 @@ def test_a_corpus_is_drafted_from(small_target, build):
     lengths, given = {}, SuffixAutomaton()
     given.extend([*plain, SEPARATOR])
     for name, corpus in (("without", None), ("with", given)):
-        engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=Lookup(corpus))
+        engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=True, corpus=corpus)
         request = engine.generate([[3, 11, 5]], params)[0]
         engine.close()
         assert request.output_ids == plain

@@ -260,5 +260,5 @@ def test_load(small_target):
 def test_rows_without_room_are_counted(small_target):
     """Once each: an operator sees that the cache is too small, not how often the queue was looked at."""
     engine = Engine(small_target, max_running_requests=2, context_length=64, max_total_tokens=80)
-    engine.generate([[3] * 40] * 2, SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.generate([[3] * 40, [5] * 40], SamplingParams(max_tokens=9, ignore_eos=True))
     assert load_of(engine).refused_rows == 1

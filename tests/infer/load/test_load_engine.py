@@ -106,7 +106,7 @@ def test_the_corpus_has_the_answers_of_a_file(small_target, small_draft, tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     drafter = drafter_of(small_target, small_draft, lookup_corpus=path).inner
     ids = [small_target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("c d e", "f g")]
-    assert drafter._corpus.tokens == [*ids[0], -1, *ids[1], -1]
+    assert drafter._texts._corpus.tokens == [*ids[0], -1, *ids[1], -1]
 
 
 def test_lookup_that_cannot_be_is_refused(small_target, small_draft, tmp_path):
