@@ -157,7 +157,8 @@ def test_kernels_equal_their_references_on_a_gpu() -> None:
 
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
-    plain = replace(ops_for("cpu"), row_attention=None, decoder_layer=None)  # an engine of this process may install them
+    # An engine of this process may have installed native ones.
+    plain = replace(ops_for("cpu"), row_attention=None, decoder_layer=None)
     assert plain == REFERENCE
     kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")
