@@ -41,7 +41,7 @@ from toolkit.targets.target import Target
 
 ALONE = {"max_running_requests": 1, "prefix_cache": False, "adaptive": False, "lookup": False}
 FOUR = {**ALONE, "max_running_requests": 4}
-HEAD, NGRAM, COMPILED = "head", "n-gram", "compiled"
+HEAD, NGRAM = "head", "n-gram"
 # Options of the engine by schedule, and what drafts.
 SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     "batch 1": (ALONE, None),
@@ -56,7 +56,6 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str | None]] = {
     "tree 4,4,16": ({**FOUR, "shape": "4,4,16"}, HEAD),
     "tree 5,8,32": ({**FOUR, "shape": "5,8,32"}, HEAD),
     "adaptive, reuse": ({**FOUR, "prefix_cache": True, "adaptive": True, "lookup": None}, HEAD),
-    COMPILED: ({**FOUR, "torch_compile": True}, None),  # refused under `deterministic`
 }
 TOOLKIT = "toolkit"
 WEIGHTS = ("int8",)
@@ -131,11 +130,9 @@ def bits_of(answers: Sequence[Request]) -> Bits:
 def rows_of(
     name: str, sides: dict[bool, Side], asked: Asked, alone: dict[bool, Bits], repeats: int, dtype: str
 ) -> list[dict[str, Any]]:
-    """The rows of a schedule: without `deterministic`, and with it unless it is refused there."""
+    """The rows of a schedule: without `deterministic`, and with it."""
     options, drafts = SCHEDULES[name]
     flags: tuple[bool, ...] = (False, True)
-    if name == COMPILED:  # beside compiled answers of the request alone
-        flags, alone = (False,), {False: bits_of(sides[False].run(asked, {**ALONE, "torch_compile": True}, None)[1])}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     answers: dict[bool, list[Request]] = {}
     for turn in range(repeats):

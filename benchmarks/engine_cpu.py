@@ -1,15 +1,15 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
-    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 \
+    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile \
         [--vllm-python PATH] [--gguf FILE --llama-server FILE]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns
 group of prompts by group, the first one rotating, so that whatever the machine does meets all of them alike.
 
-Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target quantised (--quantization):
+Ours, with  -int8  the target quantised (--quantization):
     plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram   null
-Hugging Face's, with  -compiled  a static cache and torch.compile,  -fp32  where this CPU multiplies float32 faster,
-    -torchao-int8  by `pip install torchao`
+Hugging Face's, with  -compiled  a static cache and torch.compile (--torch-compile),  -fp32  where this CPU multiplies
+    float32 faster,  -torchao-int8  by `pip install torchao`
 vLLM's and llama.cpp's: engine_worker.py says what to install.
 
 Their tokens are compared with our plain decoding's, of the same weights. What has no row is named with the reason.
@@ -164,27 +164,20 @@ def _add_ours(found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | N
     kinds: list[tuple[str, str | None]] = [("chain", chain.as_text()), ("tree", tree.as_text()), ("adaptive", None)]
     if head is None:
         found.absent["ours with a head"] = "no --draft was given"
-    for what, option, given in (
-        ("-compiled", "--torch-compile", args.torch_compile),
-        *((f"-{name}", f"--quantization {name}", name in args.quantization) for name in QUANTIZATIONS),
-    ):
-        if not given:
-            found.absent[f"{REFERENCE}{what} and others {what}"] = f"no {option} was given"
+    for name in set(QUANTIZATIONS).difference(args.quantization):
+        found.absent[f"{REFERENCE}-{name} and others -{name}"] = f"no --quantization {name} was given"
     for quantization in (None, *args.quantization):
-        for compiled in sorted({False, args.torch_compile}):
-            weights = "" if quantization is None else f"-{quantization}"
-            suffix = weights + ("-compiled" if compiled else "")
-            settings = {"engine": "ours", "quantization": quantization, "torch_compile": compiled}
-            over = REFERENCE + suffix
-            found.add(over, settings, equals=REFERENCE + weights, over=over)
-            for kind, shape in kinds if head is not None else ():
-                drafting = {**settings, "draft": str(args.draft), "shape": shape}
-                found.add(f"ours-{head.kind}-{kind}{suffix}", drafting, shape=shape, equals=over, over=over)
-            if not suffix:
-                null = {"null": True, "draft": "ngram" if head is None else str(args.draft), "shape": chain.as_text()}
-                found.add(NULL, {**settings, **null})
-                drafting = {**settings, "draft": "ngram", "shape": lookup.as_text()}
-                found.add("ours-ngram", drafting, shape=lookup.as_text())
+        suffix = "" if quantization is None else f"-{quantization}"
+        settings, over = {"engine": "ours", "quantization": quantization}, REFERENCE + suffix
+        found.add(over, settings, equals=over, over=over)
+        for kind, shape in kinds if head is not None else ():
+            drafting = {**settings, "draft": str(args.draft), "shape": shape}
+            found.add(f"ours-{head.kind}-{kind}{suffix}", drafting, shape=shape, equals=over, over=over)
+        if not suffix:
+            null = {"null": True, "draft": "ngram" if head is None else str(args.draft), "shape": chain.as_text()}
+            found.add(NULL, {**settings, **null})
+            drafting = {**settings, "draft": "ngram", "shape": lookup.as_text()}
+            found.add("ours-ngram", drafting, shape=lookup.as_text())
 
 
 def _add_hugging_face(found: _Plans, args: argparse.Namespace, shared: Mapping[str, Any]) -> None:
@@ -571,7 +564,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--quantization", nargs="*", choices=QUANTIZATIONS, default=[], help="rows with such a target")
-    parser.add_argument("--torch-compile", action="store_true", help="also ours and Hugging Face's compiled")
+    parser.add_argument("--torch-compile", action="store_true", help="also Hugging Face's compiled")
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
     parser.add_argument("--lookup", type=int, default=4, metavar="N", help="drafts of n-gram lookup (default: 4)")

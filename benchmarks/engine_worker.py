@@ -44,7 +44,7 @@ class Ours:
         from toolkit import LLM, __version__
         from toolkit.targets.fixed_linear import quantization_of
 
-        names = ("target", "revision", "draft", "shape", "dtype", "torch_compile")
+        names = ("target", "revision", "draft", "shape", "dtype")
         options = {name: settings[name] for name in names}
         options |= {
             "quantization": settings["quantization"] or "none",
@@ -58,7 +58,6 @@ class Ours:
             settings,
             str(self._llm.target.dtype).removeprefix("torch."),
             f"{settings['quantization']} weights" if settings["quantization"] else None,
-            "torch.compile" if settings["torch_compile"] else "eager",
             f"head in {packed}" if packed else None,
             "no request drafts" if settings.get("null") else None,
         )

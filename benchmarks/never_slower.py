@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
             unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else load_draft(name)
             draft = fit_draft(unfitted, target)
         pack(target, draft)
-        options: dict[str, Any] = {"max_running_requests": args.batch, "torch_compile": args.torch_compile}
+        options: dict[str, Any] = {"max_running_requests": args.batch}
         return Engine(target, draft, shape if drafts else None, adaptive=adaptive, **options)
 
     entrants = [
@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
     groups = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
     print(f"{name}, {shape.name}, batch {args.batch}", file=sys.stderr)
     for one in entrants:  # first forwards of a process are slow; the adaptive engine's own first rounds do count
-        warm = Engine(one.engine.target, max_running_requests=args.batch, torch_compile=args.torch_compile)
+        warm = Engine(one.engine.target, max_running_requests=args.batch)
         warm.generate(groups[0], SamplingParams(max_tokens=WARMUP_TOKENS))
     race(entrants, groups, args.max_tokens)
     for one in entrants:
@@ -204,7 +204,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--limit", type=int, default=16, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--torch-compile", action="store_true", help="all of them with compiled layers")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--random-vocab", type=int, default=8192, help="ids that the random head drafts from")
     args = parser.parse_args(argv)

@@ -1,11 +1,10 @@
 """Rollouts as a run makes them beside Hugging Face's `generate`: the same prompts, greedy, on a CPU.
 
-    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32] [--ends stop|length] [--torch-compile]
+    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32] [--ends stop|length]
 
 ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` (bfloat16 where our own products of it
                are to be had, else the faster of the two), packed weights, a prompt taken in as soon as others'
                answers have ended; nothing drafted
-ours-compiled  the same with compiled layers, under --torch-compile (a recipe's `rollouts.torch_compile: true`)
 hf-generate    `generate` in bfloat16 and float32, in batches of as many prompts in the file's order, padded on the
                left; a batch ends with its longest answer
 
@@ -43,7 +42,7 @@ from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
 
-OURS, COMPILED = "ours", "ours-compiled"
+OURS = "ours"
 WARMUP_TOKENS = 4
 COLUMNS = ("engine", "dtype", "batch", "tokens", "tokens_per_s", "ratio", "interval", "equal", "answers")
 DEFINITIONS = {
@@ -89,13 +88,11 @@ Timed = Callable[[Sequence[Ids], int, Rollouts], tuple[float, list[Ids]]]
 """(prompts, batch, what is asked) -> seconds, answers."""
 
 
-def by_the_engine(target: Target, torch_compile: bool = False) -> Timed:
+def by_the_engine(target: Target) -> Timed:
     """Our engine over a target that is packed."""
 
     def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
-        engine = Engine(
-            target, max_running_requests=batch, torch_compile=torch_compile
-        )  # a new one: it remembers no prompt
+        engine = Engine(target, max_running_requests=batch)  # a new one: it remembers no prompt
         try:
             began = time.perf_counter()
             done = engine.generate(prompts, SamplingParams(max_tokens=asked.max_tokens, ignore_eos=not asked.to_stop))
@@ -172,7 +169,7 @@ def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target]
         rows.append(
             {
                 "engine": name,
-                "version": __version__ if name in (OURS, COMPILED) else transformers.__version__,
+                "version": __version__ if name == OURS else transformers.__version__,
                 "dtype": str(targets[name].dtype).removeprefix("torch."),
                 "weight_bits": targets[name].weight_bits,
                 "batch": batch,
@@ -228,7 +225,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ends", choices=("stop", "length"), default="stop", help="what ends answers (default: stop)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens of an answer, at most (default: 160)")
     parser.add_argument("--repeats", type=int, default=1, help="times that each queue is answered (default: 1)")
-    parser.add_argument("--torch-compile", action="store_true", help="also ours with compiled layers")
     parser.add_argument(
         "--hf-dtype", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES), help="of `generate` (default: both)"
     )
@@ -243,9 +239,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
     pack(targets[OURS])
     engines = {name: (by_the_engine if name == OURS else by_generate)(one) for name, one in targets.items()}
-    if args.torch_compile:
-        targets[COMPILED] = targets[OURS]
-        engines[COMPILED] = by_the_engine(targets[OURS], torch_compile=True)
     asked = Rollouts(args.max_tokens, args.ends == "stop")
     lengths, rows = sorted(map(len, prompts)), []
     for batch in sorted(args.batch):

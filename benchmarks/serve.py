@@ -1,6 +1,6 @@
 """Our server beside others on a CPU: time to the first token, time per token, throughput; same prompts, greedy.
 
-    python benchmarks/serve.py --draft runs/smollm2-135m/ckpt --flags=--torch-compile \
+    python benchmarks/serve.py --draft runs/smollm2-135m/ckpt \
         [--transformers-python PATH] [--vllm-python PATH]
 
 Every server has a process of its own, all are loaded before the clock starts, and they take turns, the first one

@@ -147,20 +147,3 @@ def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_pat
     meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
     directory = tmp_path_factory.mktemp("tiny-draft")
     return save_draft(directory, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta)
-
-
-@pytest.fixture
-def traced_programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """--torch-compile traces the layers of eager rounds, and the graphs run as they are: no C++ compiler, no minute.
-    Returns the graphs."""
-    from toolkit.infer.graphs import compiled_forward
-
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    monkeypatch.setattr(compiled_forward, "BACKEND", backend)
-    torch.compiler.reset()  # what another backend made is not taken
-    return graphs

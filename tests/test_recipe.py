@@ -118,7 +118,6 @@ def test_wrong_input_says_key_value_and_need(tmp_path: Path) -> None:
         ("train=3", "train = 3: it must be a mapping of keys"),
         ("name.x=1", 'name = "small" has no keys; it must be a mapping'),
         ("train.unroll.ttt_steps", "not of the form section.key=value"),
-        ("rollouts={keep_features: true, torch_compile: true}", "set it to false, or rollouts.keep_features"),
         ("rollouts.server_model=x", "set rollouts.server too, or this to null"),
         ("train.on_policy.prompts=8", "the steps between fresh rollouts, is null; set that, or"),
         ("bench.shapes=['4,1,5','4,1,5']", "each value once"),

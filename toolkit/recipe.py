@@ -103,9 +103,6 @@ class RolloutSettings:
         "give an answer the same bits whatever is written beside it: here, in train.on_policy and as the head is "
         "measured, but not in the prompts that the target writes itself (on a GPU only small models were tested)",
     )
-    torch_compile: bool = setting(
-        False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True
-    )
 
 
 @dataclass(frozen=True)
@@ -174,12 +171,6 @@ class Recipe:
     def _rules(self) -> Iterator[Rule]:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
         yield "name", plain, "it names the run folder; use letters, digits, '.', '_' and '-', first a letter or digit"
-        eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
-        said = "features of compiled layers differ from those of training, which does not compile; set it to false, or "
-        yield "rollouts.torch_compile", eager, f"{said}rollouts.keep_features"
-        one_way = not (self.rollouts.deterministic and self.rollouts.torch_compile)
-        said = "compiled layers do not always give the same bits; set it to false, or rollouts.deterministic"
-        yield "rollouts.torch_compile", one_way, said
         read = not self.rollouts.keep_features or self.train.data.features == "offline"
         said = "training would not read these features; set train.data.features=offline, or this to false"
         yield "rollouts.keep_features", read, said
@@ -187,7 +178,6 @@ class Recipe:
         for key, neutral, why in (
             ("rollouts.keep_features", False, "its features stay there; set it to false (training makes them itself)"),
             ("rollouts.deterministic", False, "its arithmetic is its own; set it to false"),
-            ("rollouts.torch_compile", False, "nothing is compiled here; set it to false"),
             ("target.quantization", None, "its weights are its own; set it to null"),
         ):
             said = f"rollouts.server answers the prompts, and {why}"

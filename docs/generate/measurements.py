@@ -96,7 +96,7 @@ SECTIONS = (
         "intervals of its batch are widened by as much. Ratios count all seconds, those of reading the prompt among "
         "them. A rival that drafts is compared with its own plain row, answers with those of our plain row of the "
         "same weights.",
-        command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
+        command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile",
     ),
     Section(
         "The engine on a GPU",
@@ -183,7 +183,7 @@ SECTIONS = (
         tables.deterministic,
         text="*Same bits*: tokens and all log-probabilities are equal; *without* and *with* are `--deterministic` off "
         "and on. *Cost*: seconds with the option over seconds without. *refused*: the option does not take that "
-        "schedule; `compiled` is compared with compiled answers of the request alone.",
+        "schedule.",
         command="python benchmarks/deterministic.py --draft DIR",
     ),
     Section(

@@ -190,7 +190,7 @@ def replay_answers(
     """
     shapes = {shape.top_k: shape for shape in largest}
     found: dict[int, list[ForecastAnswer]] = {}
-    config = with_eager_rounds(replace(trial.config, verify="target"), trial.target)  # the host reads all candidates
+    config = with_eager_rounds(replace(trial.config, verify="target"))  # the host reads all candidates
     done = 0
     for top_k, shape in shapes.items():
         found[top_k] = []

@@ -357,10 +357,10 @@ def with_context(config: EngineConfig, longest: int, max_tokens: int) -> EngineC
     return replace(config, context_length=config.context_length or longest + max_tokens)
 
 
-def with_eager_rounds(config: EngineConfig, target: Target) -> EngineConfig:
+def with_eager_rounds(config: EngineConfig) -> EngineConfig:
     """The options for rounds of which the host sees the parts: no CUDA graphs, which are also what a GPU compiles."""
-    compiled = config.torch_compile and target.device.type == "cpu"
-    return replace(config, disable_cuda_graph=True, cuda_graph_max_bs=None, torch_compile=compiled)
+    graphs = {"cuda_graph_max_bs": None, "torch_compile": False, "torch_compile_max_bs": None}
+    return replace(config, disable_cuda_graph=True, **graphs)  # type: ignore[arg-type]
 
 
 def longest_prompt(target: Target, prompts: Iterable[Prompt], max_tokens: int) -> int:

@@ -166,9 +166,7 @@ def _batches(
     params = SamplingParams(
         sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
     )
-    config = with_eager_rounds(
-        replace(trial.config, verify="target"), trial.target
-    )  # a graph has no times of its parts
+    config = with_eager_rounds(replace(trial.config, verify="target"))  # a graph has no times of its parts
     config = with_context(config, max(map(len, texts)), params.max_tokens)
     with SideBySide(config, trial.target, len(drafts)) as engines:
         yield [_Batch(engines.open(draft, shape), texts, params) for draft in drafts]

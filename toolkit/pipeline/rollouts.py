@@ -150,10 +150,6 @@ def answer_prompts(
             # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
             per_wave = ROUNDS_PER_WAVE * pool.at_once
             return _write(pool.generate, target, settings, seed, conversations, out, pool.max_context, per_wave)
-    if settings.torch_compile and target.device.type != "cpu":
-        raise PipelineError(
-            f"rollouts.torch_compile is true and the target is on {target.device}; it is for the CPU: set it to false"
-        )
     draft = None
     if draft_dir is not None:
         draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
@@ -161,7 +157,6 @@ def answer_prompts(
         shape=None if draft is None else default_shape(draft).as_text(),
         verify="target",
         deterministic=settings.deterministic,
-        torch_compile=settings.torch_compile,
         max_running_requests=settings.max_running_requests,
         prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
         disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them

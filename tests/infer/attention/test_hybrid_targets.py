@@ -13,7 +13,6 @@ from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import (
-    CompileError,
     DraftShapeError,
     SamplingParams,
     UnsupportedTargetError,
@@ -176,8 +175,6 @@ def test_what_needs_one_chain_is_refused(target):
     engine.close()
     with pytest.raises(ConfigError, match="`cuda_graph_max_bs`.*linear-attention layers; leave it out"):
         Engine(target, head, DraftShape.parse("3,1,4"), capture=lambda run: run, cuda_graph_max_bs=2)
-    with pytest.raises(CompileError, match="linear-attention layers are not compiled"):
-        Engine(target, torch_compile=True)
 
 
 def test_another_rule_is_refused(target, monkeypatch):

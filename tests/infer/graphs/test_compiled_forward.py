@@ -7,9 +7,7 @@ place of a graph. Sizes, guards, operators and hooks are those of a GPU.
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,85 +140,3 @@ def test_layers_that_come_out_different_are_refused(own_target, backend):
 def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     config = EngineConfig(target="x", torch_compile=True, torch_compile_max_bs=max_rows, cuda_graph_max_bs=graph_rows)
     assert config.with_graph_sizes().torch_compile_max_bs == bound
-
-
-# -- eager rounds ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_batch", [1, 3])
-@pytest.mark.parametrize(
-    "name, shape",
-    [
-        ("ngram", "3,1,4"),
-        ("mtp-three-layers", "3,3,8"),
-        ("dspark", "4,1,5"),
-    ],
-)
-def test_eager_rounds_by_compiled_programs_write_the_same(traced_programs, own_target, build, name, shape, max_batch):
-    """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made
-    with the engine: compiled while it serves, a request would wait for seconds."""
-    draft = None if name == "none" else build(name)
-    wanted = None if draft is None else DraftShape.parse(shape)
-    engine = Engine(own_target, draft, wanted, max_running_requests=max_batch, torch_compile=True)
-    made = len(traced_programs)
-    assert made >= (4 if max_batch > 1 else 2)
-    compiled = answers(engine)
-    assert len(traced_programs) == made, "something was compiled while it served"
-    assert compiled == answers(Engine(own_target, draft, wanted, max_running_requests=max_batch))
-    head = getattr(draft, "head", None)
-    assert head is None or all("forward" not in vars(layer) for layer in head.modules())
-
-
-def test_the_programs_run_with_any_number_of_threads(traced_programs, own_target, small_draft):
-    """Beside a busy process a round has fewer threads. Dynamo's guard on their number would compile all again then."""
-    engine = Engine(own_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True)
-    made, threads = len(traced_programs), torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        compiled = answers(engine)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(traced_programs) == made
-    assert compiled == answers(Engine(own_target, small_draft, DraftShape.parse("3,3,8")))
-
-
-@pytest.mark.compile
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_inductor_compiles_eager_rounds(own_target, small_draft):
-    """The compiler that users get. Its logits are compared with the model's own when an engine is made; drafted answers
-    are those of plain decoding."""
-    plain = answers(Engine(own_target, torch_compile=True))
-    drafted = answers(Engine(own_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True))
-    assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
-
-
-def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
-    """Hooks that read or replace what enters a layer or leaves it, also one that is registered after the engine was
-    built: without a guard on hooks, the program would run on without it."""
-
-    class Seen:
-        entered = None
-
-    seen = Seen()
-    layer, final = own_target.layers[1], own_target.final_norm
-
-    def enter(_layer, given):
-        seen.entered = given[0]
-
-    handles = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(lambda _layer, _given, out: out * 2)]
-    try:
-        engine = Engine(own_target, torch_compile=True)
-        handles.append(final.register_forward_pre_hook(lambda _layer, given: (given[0].flip(-1),)))
-        seen.entered = None
-        compiled = answers(engine)
-        assert seen.entered is not None and compiled == answers(Engine(own_target))
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert compiled != answers(Engine(own_target))
-
-
-def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
-    forward = SimpleNamespace(target=SimpleNamespace(device=CUDA), linear_layers=())
-    with pytest.raises(CompileError, match="target on cuda, where only recorded rounds are compiled"):
-        CompiledForward(forward, None, dynamic=True)

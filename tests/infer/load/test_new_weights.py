@@ -158,13 +158,6 @@ def test_an_update_from_a_state_dict(folders, untied):
         checked_update(there, {"shape": "3,1,4"}, state, **options(there, case))
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("case", ["eagle3", "blocks"])
-def test_an_update_keeps_traced_programs(folders, case, traced_programs):
-    """A program that holds a copy of a weight, or its old address, would write the old model's tokens."""
-    checked_update(folders, {"shape": "3,1,4", "torch_compile": True}, folders.new, **options(folders, case))
-
-
 def test_weights_that_do_not_fit_change_nothing(folders):
     """All names at once, before the first is copied."""
     state = dict(model_of(folders.new).state_dict())

@@ -19,11 +19,10 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from toolkit.infer.cpu.compile_cpp import load_vectorised
 from toolkit.log import get_logger
@@ -104,24 +103,6 @@ def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tenso
     return out
 
 
-_definitions = torch.library.Library("toolkit", "FRAGMENT")
-_definitions.define(
-    "blocked_product(Tensor x, Tensor blocks, Tensor? scale, Tensor? bias, int outputs) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),  # the product reads contiguous rows
-)
-_definitions.impl("blocked_product", blocked_product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "toolkit::blocked_product", lambda x, _blocks, _scale, _bias, outputs: x.new_empty(*x.shape[:-1], outputs)
-)
-
-
-def traceable_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
-    """`blocked_product`; while torch.compile traces, it is one operator."""
-    if torch.compiler.is_compiling():
-        return torch.ops.toolkit.blocked_product(x.contiguous(), blocks, scale, bias, outputs)
-    return blocked_product(x, blocks, scale, bias, outputs)
-
-
 # Layers of one module that its forward calls with the same tensor, in the order of the calls.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -170,7 +151,7 @@ class BlockedLinear(FixedLinear):
     def blocked_product(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N]; only if the weight is in blocks."""
         if self.joined is None:
-            return traceable_product(inputs, self.blocks, self.block_scale, self.bias, self.out_features)
+            return blocked_product(inputs, self.blocks, self.block_scale, self.bias, self.out_features)
         product = self.joined(inputs, self.rows)
         if product is None:
             return blocked_product(inputs, self.own_blocks(), self.block_scale, self.bias, self.out_features)
@@ -206,8 +187,6 @@ class JoinedProduct:
 
         None: the layer must compute its own product.
         """
-        if torch.compiler.is_compiling():  # the compiler merges equal products of the layers
-            return traceable_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
         if rows.start == 0:
             product = blocked_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
             self._known = (inputs, product)
@@ -234,14 +213,3 @@ def join_products(model: nn.Module) -> None:
 def _fills_blocks(layer: BlockedLinear) -> bool:
     """Whether the weight fills its blocks, without rows of padding at the end."""
     return layer.blocked and layer.joined is None and layer.out_features % layer.blocks.shape[2] == 0
-
-
-def merge_equal_products(graph: fx.Graph) -> None:
-    """Merge equal calls of the operator `toolkit::blocked_product`: layers that share a product each call it."""
-    first: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target is torch.ops.toolkit.blocked_product.default:
-            kept = first.setdefault(node.args, node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)

@@ -7,9 +7,6 @@ Packing reorders it once. bfloat16 weights get the blocks of our native product 
 
 from __future__ import annotations
 
-import itertools
-import weakref
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,17 +27,12 @@ class PackedLinear(BlockedLinear):
     """
 
     packed: Tensor
-    handle: Tensor
 
     def __init__(self, linear: nn.Linear, *, keep_dense: bool = False) -> None:
         super().__init__(linear)
         self.dense = linear.weight if keep_dense else None
         self.blocked = takes(linear.weight)
         self.register_buffer("packed", _pack(linear.weight, blocked=self.blocked), persistent=False)
-        # torch.compile does not support tensors in oneDNN's order: its programs get the layer's number instead.
-        number = next(_numbers)
-        self.register_buffer("handle", torch.tensor(number), persistent=False)
-        _layers[number] = self
 
     @property
     def weight(self) -> Tensor:
@@ -62,34 +54,17 @@ class PackedLinear(BlockedLinear):
     def product(self, inputs: Tensor) -> Tensor:
         if self.blocked:
             return self.blocked_product(inputs)
-        if torch.compiler.is_compiling():
-            return torch.ops.toolkit.packed_product(inputs, self.handle, self.out_features)
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
 
     def set_weight(self, weight: Tensor) -> None:
         packed = _pack(weight.to(self.packed.dtype), blocked=self.blocked)
         if self.blocked:
             self.set_blocks(packed)
-        else:  # tensors in oneDNN's order cannot be copied into; programs find the layer by its number
+        else:  # tensors in oneDNN's order cannot be copied into
             self.packed = packed
 
     def like(self, linear: nn.Linear) -> nn.Module:
         return _packed_or_own(linear)
-
-
-_numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
-
-
-def _packed_product(x: Tensor, handle: Tensor, _outputs: int) -> Tensor:
-    """The product of the layer with the number `handle` []."""
-    return _layers[int(handle)].product(x)
-
-
-_library = torch.library.Library("toolkit", "FRAGMENT")
-_library.define("packed_product(Tensor x, Tensor handle, int outputs) -> Tensor")
-_library.impl("packed_product", _packed_product, "CompositeExplicitAutograd")
-torch.library.register_fake("toolkit::packed_product", lambda x, _handle, outputs: x.new_empty(*x.shape[:-1], outputs))
 
 
 @torch.no_grad()

@@ -146,13 +146,6 @@ class HeadReader:
         out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
-    def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:
-        """Runs all layers of all stages over so many tokens of one row, so that they are compiled."""
-        at = torch.arange(tokens, device=self._device)[None]
-        hidden = torch.zeros(1, tokens, self.head.config.hidden_size, dtype=self.dtype, device=self._device)
-        for stage in range(self.head.stages):
-            self.read(stage, torch.zeros_like(at), hidden, at, metadata, tokens)
-
 
 class DraftInputs:
     """Buffers that grow on demand. The first counts[r] positions of row r are valid; later entries are stale.

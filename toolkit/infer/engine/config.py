@@ -137,12 +137,12 @@ class EngineConfig:
     )
     torch_compile: bool = option(
         False,
-        "run target and head compiled by torch.compile. A CPU needs a C++ compiler, and every start compiles them "
-        "before the first answer. On a GPU rounds are compiled before they are recorded as CUDA graphs",
+        "on a GPU: compile target and head by torch.compile before rounds are recorded as CUDA graphs, for targets "
+        "whose layers have no fused form",
     )
     torch_compile_max_bs: int | None = option(
         None,
-        "with `torch_compile` on a GPU: compile rounds of up to N requests (default: 32, at most those recorded)",
+        "with `torch_compile`: compile rounds of up to N requests (default: 32, at most those recorded)",
         metavar="N",
     )
     cuda_graph_max_bs: int | None = option(
@@ -296,7 +296,6 @@ class EngineConfig:
         recorded, compiled = sizes.cuda_graph_max_bs or 0, sizes.torch_compile_max_bs or 0
         parallel, device = f"`tensor_parallel_size` is {self.tensor_parallel_size}", f"`device` is {device_type}"
         quantized = {"int8": "cpu", "fp8": "cuda"}.get(self.draft_quantization, device_type)
-        on_gpu = self.torch_compile and device_type != "cpu"
         same_bits = "`deterministic` is set, and the bits of an answer would depend on what is computed beside it"
         for name, is_set, why in (
             ("mem_fraction_static", None not in (self.mem_fraction_static, self.max_total_tokens),
@@ -312,12 +311,10 @@ class EngineConfig:
             ("verify", self.deterministic and self.verify in ("rejection", "block"), f"{same_bits}: it needs target"),
             ("deterministic", self.deterministic and device_type not in ("cpu", "cuda"), f"{device}: cpu or cuda"),
             ("torch_compile_max_bs", compiled > 0 and not self.torch_compile, "`torch_compile` is not set"),
-            ("torch_compile_max_bs", self.torch_compile_max_bs is not None and not on_gpu,
-             f"{device}, where the compiled layers run any number of requests"),
             ("cuda_graph_max_bs", self.cuda_graph_max_bs is not None and eager,
              f"no round can be a CUDA graph: {eager}"),
             ("disable_overlap_schedule", self.disable_overlap_schedule and eager, f"only CUDA graphs overlap: {eager}"),
-            ("torch_compile", on_gpu and eager, f"on a GPU only CUDA graphs are compiled: {eager}"),
+            ("torch_compile", self.torch_compile and eager, f"only CUDA graphs are compiled: {eager}"),
             ("torch_compile_max_bs", compiled > recorded,
              f"rounds of at most {recorded} requests run as CUDA graphs (`cuda_graph_max_bs`)"),
         ):  # fmt: skip

@@ -5,8 +5,6 @@ Without infer/cpu/ this file would call `targets.load`, refuse quantisation, and
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.infer.cpu import attention, blocked_product, decoder_layer
-from toolkit.infer.cpu.blocked_product import merge_equal_products
 from toolkit.infer.cpu.int8_linear import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -30,19 +27,11 @@ from toolkit.targets import load
 from toolkit.targets.cache import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
-__all__ = ["QUANTIZATIONS", "Use", "compile_flags", "install_native_ops", "load_target", "native_functions", "pack"]
+__all__ = ["QUANTIZATIONS", "Use", "install_native_ops", "load_target", "native_functions", "pack"]
 
 logger = get_logger(__name__)
 
 Use = Literal["serving", "rollouts", "training"]
-
-
-def compile_flags() -> dict[str, str | int | bool | Callable[..., Any]]:
-    """Options of torch.compile for eager rounds, whose number of threads changes (thread_limit.py)."""
-    # Unless there is a thread for each logical CPU, Inductor writes their number into its loops. Told that it changes,
-    # it runs short loops in parallel too, so it is told so only where it matters.
-    written = 1 < torch.get_num_threads() != os.cpu_count()
-    return {"post_grad_custom_pre_pass": merge_equal_products, "cpp.dynamic_threads": written}
 
 
 def install_native_ops(device: torch.device) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,12 +35,11 @@ from toolkit.infer.drafters.drafting_head import cache_shape
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.lookup import SuffixAutomaton
 from toolkit.infer.engine.config import ConfigError, EngineConfig
-from toolkit.infer.engine.cpu_door import compile_flags, install_native_ops
+from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import RoundContext, Rounds, commit, run_round
 from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
 from toolkit.infer.engine.warm_up import warm_up
-from toolkit.infer.graphs.compiled_forward import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.dispatch import use_device
@@ -135,10 +133,6 @@ class Engine:
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
             state = RoundState(config.max_running_requests, pool, device)
-            self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-            if config.torch_compile and not recorded:
-                rows = config.max_running_requests
-                self._around_step = compile_for_eager_rounds(forward, self.drafter, rows, compile_flags()).running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if self.shape is not None:
             lookup = Lookup(corpus) if config.asks_for_lookup else None
@@ -303,7 +297,7 @@ class Engine:
 
         With overlap a round returns its requests one step later (see round.py)."""
         use_device(self.target.device)
-        with self._limited(), self._around_step():
+        with self._limited():
             touched = self._land()
             if not self._rounds.in_flight:
                 touched += self._schedule()
