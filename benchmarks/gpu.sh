@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a new NVIDIA GPU (40 GB or more) decides: is it right, and how fast. No network is needed there. In the repository's root:
 #   bash benchmarks/gpu.sh prepare   here: wheels that such machines lack, the demo's weights in two parts and a head into .gpu/
-#   bash benchmarks/gpu.sh           there, some five minutes on an H100: tests, rounds, a training step
+#   bash benchmarks/gpu.sh           there, some six minutes on an H100: tests, rounds, a training step, cliffs
 #   bash benchmarks/gpu.sh demo      there: the demo's acceptance beside a CPU's; brings .gpu/demo-1 and .gpu/demo-2
 # What fails costs only itself. Logs and records are left in $OUT; they belong into benchmarks/results/.
 set -u -o pipefail
@@ -46,3 +46,4 @@ fi
 go 150 tests "$PY" -m pytest -p no:cacheprovider -q -n 8 -m gpu tests/infer tests/train
 go 80 rounds "$PY" benchmarks/rounds_gpu.py --variants dependent fp8 apart --hows graph --kernels --budget 60 --out "$OUT/rounds.json"
 go 60 training "$PY" benchmarks/training_gpu.py --budget 45 --out "$OUT/training.json"
+go 140 cliffs "$PY" benchmarks/cliffs_gpu.py --budget 90 30 --out "$OUT/cliffs.json"

@@ -120,6 +120,16 @@ SECTIONS = (
         command="python benchmarks/rounds_gpu.py --kernels",
     ),
     Section(
+        "Batches and contexts on a GPU",
+        "Where do rounds of that shape become slow, and how fast are prompts read?",
+        "cliffs-*.json",
+        tables.cliffs_gpu,
+        text="One request among eight has log-probabilities or a penalty: such a batch runs eagerly today. A context "
+        "has as many tokens as the prompts of the record's settings. *Prefill*: of the whole batch, without a prefix "
+        "cache. *Predicted*: from bytes and operations, before the first run.",
+        command="python benchmarks/cliffs_gpu.py",
+    ),
+    Section(
         "The demo's real weights on a GPU",
         "Is the acceptance on a GPU that of a CPU?",
         "gpu-demo-*.json",

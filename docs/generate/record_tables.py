@@ -171,6 +171,19 @@ def rounds_gpu(record: Record) -> str:
     return table(("rounds", "batch", "draft shape", "ms a round", "kernels", "their ms"), lines)
 
 
+def cliffs_gpu(record: Record) -> str:
+    """Rounds of mixed, drawn, long and large batches, and the reading of prompts."""
+    header = ("", "case", "batch", "draft shape", "ms", "predicted, ms", "times the first case", "tokens/s")
+    lines = (
+        (
+            row["part"], row["case"], str(row["batch"]), row["shape"], f"{1e3 * row['seconds']:.2f}",
+            f"{1e3 * row['predicted']:.2f}", f"{decimal(row['over'])}x", f"{row['tokens_per_s']:,.1f}",
+        )
+        for row in record["rows"]
+    )  # fmt: skip
+    return table(header, lines)
+
+
 def training_gpu(record: Record) -> str:
     """A step of training by part, at a shape of eight billion parameters."""
     parts = ("target", "labels", "head", "loss", "backward", "optimizer")

@@ -73,6 +73,14 @@ def test_rounds_on_a_gpu(script, tmp_path) -> None:
     assert not record["left_out"] and all(row["kernels"]["count"] > 50 for row in record["rows"])
 
 
+def test_cliffs_on_a_gpu(script, tmp_path, monkeypatch) -> None:
+    cliffs, out = script("cliffs_gpu"), tmp_path / "record.json"
+    monkeypatch.setattr(cliffs, "GROUPS", (cliffs.GROUPS[1], cliffs.GROUPS[-1]))
+    assert cliffs.main([*WITHOUT_GPU, "--out", str(out)]) == 0
+    record = read_record(out, "cliffs")
+    assert not record["left_out"] and len(record["rows"]) == 2 * (2 + 4)
+
+
 def test_a_training_step_on_a_gpu(script, tmp_path) -> None:
     out = tmp_path / "record.json"
     line = "--device cpu --target tiny --length 64 --steps 2 --repeats 1".split()
