@@ -1,4 +1,4 @@
-"""Errors that several rooms raise, and which errors are printed as one line for users instead of a traceback."""
+"""Errors that several packages raise, and which errors are printed as one line for users instead of a traceback."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ Edges = dict[str, set[str]]
 
 
 def block() -> str:
-    floors, inside = _stacks()
-    package, infer = _imports(PACKAGE, floors), _imports(PACKAGE / "infer", inside)
+    layers, inside = _stacks()
+    package, infer = _imports(PACKAGE, layers), _imports(PACKAGE / "infer", inside)
     package["cli"] = {"commands"}  # imported by name
-    upper = {unit: floor for unit, floor in floors.items() if unit in COLUMNS or floor > 0}
+    upper = {unit: layer for unit, layer in layers.items() if unit in COLUMNS or layer > 0}
     right = 3 * STEP_X + 110
     parts = [
         _stack("toolkit/", "an arrow is an import", upper, COLUMNS, package, 56),
-        _base([unit for unit, floor in floors.items() if floor == 0], 56, TOP + 9 * STEP_Y),
+        _base([unit for unit, layer in layers.items() if layer == 0], 56, TOP + 9 * STEP_Y),
         _stack("toolkit/infer/", "the engine", inside, INFER_COLUMNS, infer, right),
     ]
     width, height = right + 3 * STEP_X + 4, TOP + 10 * STEP_Y + 6
@@ -72,12 +72,12 @@ def block() -> str:
 
 
 def _stacks() -> tuple[dict[str, int], dict[str, int]]:
-    """The floors of the package and those of infer/, as tests/test_floors.py checks them."""
-    checked = runpy.run_path(str(REPOSITORY / "tests" / "test_floors.py"))
+    """The layers of the package and those of infer/, as tests/test_layers.py checks them."""
+    checked = runpy.run_path(str(REPOSITORY / "tests" / "test_layers.py"))
     lowest = {path.stem: 0 for path in PACKAGE.glob("*.py")}
-    floors = lowest | checked["LAYERS"]
-    del floors["__main__"], floors["__init__"]
-    return floors, checked["INFER"]
+    layers = lowest | checked["LAYERS"]
+    del layers["__main__"], layers["__init__"]
+    return layers, checked["INFER"]
 
 
 def _imports(folder: Path, units: Mapping[str, int]) -> Edges:
@@ -120,22 +120,22 @@ def _reached(unit: str, edges: Edges) -> set[str]:
 def _stack(
     title: str,
     subtitle: str,
-    floors: Mapping[str, int],
+    layers: Mapping[str, int],
     columns: Mapping[str, tuple[int, str]],
     edges: Edges,
     left: int,
 ) -> str:
-    top = max(floors.values())
-    at = {unit: (left + columns[unit][0] * STEP_X, TOP + (top - floor) * STEP_Y) for unit, floor in floors.items()}
+    top = max(layers.values())
+    at = {unit: (left + columns[unit][0] * STEP_X, TOP + (top - layer) * STEP_Y) for unit, layer in layers.items()}
     text = _text(left, 34, title, 19, INK, "600", "start") + _text(left, 54, subtitle, 13, FAINT, anchor="start")
-    for floor in sorted(set(floors.values())):
-        y = TOP + (top - floor) * STEP_Y
-        text += _text(left - 18, y + HEIGHT / 2 + 5, str(floor), 14, FAINT)
-        if floor:
+    for layer in sorted(set(layers.values())):
+        y = TOP + (top - layer) * STEP_Y
+        text += _text(left - 18, y + HEIGHT / 2 + 5, str(layer), 14, FAINT)
+        if layer:
             end = left + 2 * STEP_X + WIDTH
             text += f'<line x1="{left}" x2="{end}" y1="{y + 62}" y2="{y + 62}" stroke="#f1f5f9"/>\n'
-    for unit in floors:
-        for other in sorted(edges[unit] & floors.keys()):
+    for unit in layers:
+        for other in sorted(edges[unit] & layers.keys()):
             text += _arrow(at[unit], at[other])
     for unit, (x, y) in at.items():
         text += _box(x, y, WIDTH, unit, columns[unit][1])
@@ -143,7 +143,7 @@ def _stack(
 
 
 def _base(units: Iterable[str], left: int, y: int) -> str:
-    """Floor 0, which every floor may import."""
+    """Floor 0, which every layer may import."""
     names = ", ".join(sorted(units))
     cut = names.rfind(", ", 0, len(names) // 2 + 8) + 1
     width = 2 * STEP_X + WIDTH

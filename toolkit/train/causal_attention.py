@@ -11,7 +11,7 @@ The backward takes the output and log-sum-exp of a softmax that may include othe
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O))      dQ = dS K * scale      dK = dS' Q * scale
 
 If a query does not see all earlier keys (a sliding window, several documents in a row), or not all positions have a
-query, `Reach` gives the keys that each query sees. A tile then reads only the keys that its queries see.
+query, `KeyRange` gives the keys that each query sees. A tile then reads only the keys that its queries see.
 
 Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G query heads.
 """
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Reach:
+class KeyRange:
     """The keys that each query sees: first and last [B, N] int64, which both ascend along N."""
 
     first: Tensor
@@ -52,7 +52,7 @@ class Reach:
         return tuple((low, high) for low, high in bounds.tolist())
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: KeyRange | None = None) -> tuple[Tensor, Tensor]:
     """q [B, h, L, hd], k and v [B, kv, L, hd] -> output like q, and the scores' log-sum-exp [B, h, L].
 
     With a reach there may be N < L queries. reach None: each query sees all keys up to its own position. Scores are
@@ -69,7 +69,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None
 
 
 def causal_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: KeyRange | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of `out`, in the dtype of lse or of the inputs. out and lse [B, h, L] may
     include other keys."""
@@ -112,7 +112,7 @@ def _has_tiles() -> bool:
     return read is not None and read().get("amx_tile", False)
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: KeyRange | None = None) -> tuple[Tensor, Tensor]:
     """`causal_attention` in plain torch."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -127,7 +127,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -
 
 
 def tiled_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: KeyRange | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`causal_attention_backward` in plain torch; sums over tiles in fp32."""
     kv_heads, width = k.shape[1], q.shape[-1]
@@ -149,13 +149,13 @@ def tiled_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _tile(start: int, length: int, reach: Reach | None) -> tuple[slice, slice]:
+def _tile(start: int, length: int, reach: KeyRange | None) -> tuple[slice, slice]:
     """The queries of the tile that begins at `start`, and the range of keys that they see."""
     end = min(start + TILE, length)
     return slice(start, end), slice(0, end) if reach is None else slice(*reach.tiles[start // TILE])
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: KeyRange | None) -> Tensor:
     """Scaled scores [B, kv, G, rows, keys] in fp32 or fp64; -inf where the query does not see the key."""
     kv_heads, width = k.shape[1], q.shape[-1]
     part = q[:, :, rows].unflatten(1, (kv_heads, -1))

@@ -1,4 +1,4 @@
-"""`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton. reach: a `Reach` or None.
+"""`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton. reach: a `KeyRange` or None.
 
 Shapes: B sequences, N queries, L keys, hd head dim, kv key/value heads, h = kv*G query heads. The memory layout has
 positions before heads, as the draft layer writes them: [B, N, h, hd].

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.dspark import DSparkHead
-from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward, kernels_for
+from toolkit.train.causal_attention import KeyRange, causal_attention, causal_attention_backward, kernels_for
 
 
 class TTTAttention:
@@ -74,7 +74,7 @@ class TTTAttention:
         chosen.starts = None if self.starts is None else self.starts.gather(1, anchors)
         return chosen
 
-    def _reach(self, device: torch.device) -> Reach | None:
+    def _reach(self, device: torch.device) -> KeyRange | None:
         """The step-0 keys that the newest step sees. The query of root t has position t + step."""
         step = len(self.keys) - 1
         narrow = self.window is not None and self.length + step > self.window
@@ -86,7 +86,7 @@ class TTTAttention:
         if self.window is not None:
             assert step < self.window, "the window must hold the whole unroll, or a chain does not see its root"
             first = torch.maximum(first, roots + (step + 1 - self.window))
-        return Reach(first, roots)
+        return KeyRange(first, roots)
 
 
 class MergedAttention(torch.autograd.Function):
@@ -245,7 +245,7 @@ def _one_pass(
 class BlockAttention:
     """The attention of one layer: first `write`, then one call. reach: the context that each query [B, Q] sees."""
 
-    def __init__(self, batch: int, size: int, reach: Reach) -> None:
+    def __init__(self, batch: int, size: int, reach: KeyRange) -> None:
         self.batch, self.size, self.reach = batch, size, reach
         self.context: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -301,7 +301,7 @@ def unroll_blocks(
     first = starts.gather(1, roots)
     places = torch.arange(size, device=device).repeat(roots.shape[1])
     positions = (whole(roots - first) + 1 + places).flatten()
-    reach = Reach(whole(first), whole(roots))
+    reach = KeyRange(whole(first), whole(roots))
 
     def run(features: torch.Tensor) -> torch.Tensor:
         layers = [BlockAttention(batch, size, reach) for _ in head.layers]

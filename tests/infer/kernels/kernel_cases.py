@@ -27,7 +27,7 @@ from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask, root_beams
 from toolkit.infer.request.draft_tree import without_padding
-from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
+from toolkit.train.causal_attention import KeyRange, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
 from toolkit.train.ttt import plain_merge, plain_merge_backward
 
@@ -630,7 +630,7 @@ class Training:
     anchors: int = 0
     compiled: bool = False
 
-    def reach(self) -> Reach | None:
+    def reach(self) -> KeyRange | None:
         if self.window is None and not self.starts and not self.anchors:
             return None
         last = torch.arange(self.length).expand(self.batch, -1)
@@ -642,7 +642,7 @@ class Training:
             moved = [(start + 3 * row) % self.length for start in self.starts]  # rows have borders of their own
             begins[row, moved] = torch.tensor(moved, dtype=torch.long)
         first = begins.cummax(1).values.gather(1, last)
-        return Reach(first if self.window is None else first.maximum(last + 2 - self.window), last)
+        return KeyRange(first if self.window is None else first.maximum(last + 2 - self.window), last)
 
 
 def unrolled(case: Training) -> Callable[[Ops, Ops, str], None]:
@@ -665,7 +665,7 @@ def unrolled(case: Training) -> Callable[[Ops, Ops, str], None]:
         wanted = tiled_backward(grad.float(), *exact, given.float(), merged, reach)
         from toolkit.train.triton_attention import attend, attend_backward
 
-        there = None if reach is None else Reach(reach.first.to(device), reach.last.to(device))
+        there = None if reach is None else KeyRange(reach.first.to(device), reach.last.to(device))
         moved = [x.to(device) for x in (q, k, v)]
         got = attend(*moved, there)
         found = attend_backward(grad.to(device), *moved, given.to(device), merged.to(device), there)
