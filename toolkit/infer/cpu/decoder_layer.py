@@ -111,7 +111,8 @@ def decoder_layer(layer: Any, place: int, scoring: Scoring) -> DecoderLayer | No
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     packed = all(isinstance(one, BlockedLinear) and one.blocked for one in linears)
-    if library is None or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
+    hooked = any(one._forward_hooks or one._forward_pre_hooks for one in linears)
+    if library is None or hooked or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
         return None
     lanes = mlp.gate_proj.blocks.shape[2] // 2
     fits = attention.head_dim % (2 * lanes) == 0 and layer.input_layernorm.weight.numel() % lanes == 0
