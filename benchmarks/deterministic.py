@@ -28,7 +28,7 @@ from typing import Any
 from harness import leave, parser_of, settings_of, show
 
 from toolkit import __version__
-from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.acceptance import describe_draft, measured_target
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.lookup import NgramLookup
@@ -180,7 +180,7 @@ def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
     sides = {flag: Side.of(config.with_options(deterministic=flag)) for flag in (False, True)}
     loaded = sides[True].target
     asked = questions(loaded, args.limit, args.max_tokens, None if args.tokens_only else 2)
-    results.described.setdefault("target", describe_target(loaded))
+    results.described.setdefault("target", measured_target(loaded))
     if sides[True].draft is not None:
         results.described.setdefault("draft", describe_draft(sides[True].draft))
     dtype = str(loaded.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights")

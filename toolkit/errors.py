@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
+
+from toolkit.log import wants_debug
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 # safetensors has a class of its own for this, and torch's writer gives no reason.
@@ -76,14 +77,10 @@ def is_for_users(error: BaseException) -> bool:
 
     With TOOLKIT_LOG=debug the result is always False, so that every error shows its traceback.
     """
-    if _shows_tracebacks():
+    if wants_debug():
         return False
     ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == "toolkit"
     return ours or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
-
-
-def _shows_tracebacks() -> bool:
-    return os.environ.get("TOOLKIT_LOG", "").lower() == "debug"
 
 
 def exit_status(work: Callable[[], int]) -> int:
@@ -93,11 +90,11 @@ def exit_status(work: Callable[[], int]) -> int:
         return work()
     except ModuleNotFoundError as error:
         package = (error.name or "toolkit").partition(".")[0]
-        if package == "toolkit" or _shows_tracebacks():
+        if package == "toolkit" or wants_debug():
             raise
         told: object = error if isinstance(error, MissingPackageError) else MissingPackageError(package, "this command")
     except Exception as error:
-        full = any(said in str(error) for said in _DISK_FULL) and not _shows_tracebacks()
+        full = any(said in str(error) for said in _DISK_FULL) and not wants_debug()
         if not full and not is_for_users(error):
             raise
         told = f"the disk is full ({str(error).splitlines()[0]}); {_FREE_SPACE}" if full else error

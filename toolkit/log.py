@@ -25,10 +25,10 @@ def get_logger(name: str) -> logging.Logger:
     if not root.handlers:
         handler = _Handler()
         handler.setFormatter(
-            logging.Formatter("%(levelname)s %(name)s: %(message)s" if _debug() else "toolkit: %(message)s")
+            logging.Formatter("%(levelname)s %(name)s: %(message)s" if wants_debug() else "toolkit: %(message)s")
         )
         root.addHandler(handler)
-        quiet = os.environ.get("LOCAL_RANK", "0") != "0" and not _debug()
+        quiet = os.environ.get("LOCAL_RANK", "0") != "0" and not wants_debug()
         root.setLevel("WARNING" if quiet else os.environ.get("TOOLKIT_LOG", "info").upper())
         root.propagate = False
     return logging.getLogger(name if name.startswith("toolkit") else f"toolkit.{name}")
@@ -43,7 +43,8 @@ def give_up_full_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _debug() -> bool:
+def wants_debug() -> bool:
+    """Whether TOOLKIT_LOG asks for everything: lines of debugging, and tracebacks."""
     return os.environ.get("TOOLKIT_LOG", "").lower() == "debug"
 
 

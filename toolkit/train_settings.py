@@ -222,7 +222,7 @@ class TrainSettings:
         said = f"a window holds at least ttt_steps ({steps}) positions, dspark heads have none; raise it, or set null"
         yield "head.sliding_window", sees, said
         native = head.init != "native" or HEAD_KINDS[head.kind].native
-        yield "head.init", native, "native modules are mtp heads; set it to target, copied or random"
+        yield "head.init", native, "native modules are mtp heads; set it to target or random"
         said = f"training reaches ttt_steps ({steps}) layers only; lower it, or raise train.unroll.ttt_steps"
         yield "head.layers", head.mtp_layers <= steps, said
         # A setting that this kind of head does not use must not look as if it had an effect.

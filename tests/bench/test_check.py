@@ -34,10 +34,10 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify import verifiers
 from toolkit.targets.load import read_target
+from toolkit.targets.target import describe_target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.state import describe_target
 from toolkit.train.step import micro_step, supervised_counts
 from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import TrainSettings, UnrollSettings

@@ -27,7 +27,7 @@ TYPICAL = (
 )  # fmt: skip
 SWEEP = (
     "none//cut", "eagle3/3,1,4/drawn", "eagle2/3,1,4/asking", "mtp/3,3,8/drawn", "adaptive/3,3,8/asking",
-    "ngram/3,1,4/cut", "composed/3,3,8/asking", "eagle3/3,1,4/cut/rejection", "eagle3/3,1,4/asking/auto",
+    "ngram/3,1,4/asking", "composed/3,3,8/asking", "eagle3/3,1,4/cut/rejection", "eagle3/3,1,4/asking/auto",
     "composed/3,1,4/asking/rejection",
 )  # fmt: skip
 READS = {"adaptive": 2}  # a probe of what the head would have drafted reads its ranks

@@ -1,8 +1,8 @@
 """Forecast accept_length of any draft shape, without drafting in it.
 
-The target answers the prompts plainly, or has answered them before (`rollout_answers.py`). For each top_k another pass
+The target answers the prompts plainly, or has answered them before (`rollout_answers`). For each top_k another pass
 is forced to write the same answers, in every dtype. It drafts the largest tree after every token and keeps what each
-smaller tree would have accepted there (`candidate_recorder.py`). Replaying the jumps root -> root + accepted + 1 then
+smaller tree would have accepted there. Replaying the jumps root -> root + accepted + 1 then
 gives the verify steps, shape by shape:
 
     answer        A0  A1  A2  A3  A4      A0 comes from the prefill
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.acceptance import describe_draft, measured_target
 from toolkit.bench.bootstrap import Forecast, summarise_replays
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import make_record
@@ -383,7 +383,7 @@ def forecast_record(surface: Surface, trial: Trial, settings: Mapping[str, Any],
         command,
         settings,
         rows,
-        target=describe_target(trial.target),
+        target=measured_target(trial.target),
         draft=describe_draft(trial.draft),
         answers=len(surface.references),
     )

@@ -6,7 +6,7 @@ is either complete or absent, and a killed writer loses only unwritten data. The
 other rollouts, or the same ones truncated elsewhere, are not found, and can be added.
 
 A text of L ids has features at its first L-1 positions. The last position supervises nothing, is never a root (see
-supervision.py), and is never computed by the engine that writes the text.
+target_side.py), and is never computed by the engine that writes the text.
 
 Shapes: L ids of a text, A stored layers, H target hidden size, W = (A+1)*H: the inputs of the stored layers
 concatenated, then the last hidden state after the final norm.

@@ -140,7 +140,7 @@ def answer_prompts(
     Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
 
     capture: keeps features, given the engine and the conversations (see feature_capture.py); not with servers.
-    Raises `PipelineError` for compiled layers on a GPU, and for a draft head with servers.
+    Raises `PipelineError` for a draft head with servers.
     """
     conversations = read_conversations(prompts)
     if isinstance(target, ServedTarget):

@@ -21,7 +21,7 @@ from toolkit.errors import ResumeError, TrainError
 from toolkit.heads.draft_head import DraftHead, build_head, empty_head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.targets.target import Target
+from toolkit.targets.target import Target, describe_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_strict, read_json, write_json
@@ -326,17 +326,4 @@ def training_record(
             "real_accept_length": position.best_real,
             "rollouts": rollouts,
         },
-    }
-
-
-def describe_target(target: Target) -> dict[str, Any]:
-    """The record of the target; it is enough for `toolkit serve --draft DIR` to load the target."""
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "template_sha256": target.template_sha256,
-        **({} if target.template is None else {"chat_template": target.template}),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantization": target.quantization,
     }

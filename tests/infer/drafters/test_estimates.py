@@ -11,7 +11,6 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
 CHAIN_2 = DraftShape.chain(2)
-SMALLER = [DraftShape.chain(depth) for depth in (1, 2, 3)]
 CHAIN_4, TREE = DraftShape.chain(4), DraftShape(4, 4, 16)
 SHAPES = [DraftShape.chain(1), CHAIN_4, DraftShape(4, 2, 8), TREE]
 

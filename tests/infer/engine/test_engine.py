@@ -257,6 +257,18 @@ def test_load(small_target):
     assert first.finished_at <= second.admitted_at <= second.first_token_at
 
 
+def test_logit_rows_are_split_without_a_trace(small_target, small_draft, monkeypatch):
+    """Many nodes at a large vocabulary are scored in parts."""
+    prompts = ragged_prompts(24)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
+    engine = Engine(small_target, small_draft, DraftShape.parse("4,4,16"), max_running_requests=3)
+    wanted = [request.output_ids for request in engine.generate(prompts, params)]
+    monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 10)
+    got = [request.output_ids for request in engine.generate(prompts, params)]
+    engine.close()
+    assert got == wanted
+
+
 def test_rows_without_room_are_counted(small_target):
     """Once each: an operator sees that the cache is too small, not how often the queue was looked at."""
     engine = Engine(small_target, max_running_requests=2, context_length=64, max_total_tokens=80)

@@ -431,6 +431,21 @@ def test_chunks_grow_back_and_only_what_was_read_fails(tiny_target, monkeypatch)
     assert engine.scheduler.chunk == whole
 
 
+def test_a_prompt_is_scored_alike_in_chunks(small_target):
+    """A chunk begins and ends anywhere between the parts whose logits are in memory at once."""
+    prompts = [[3 + n % 20 for n in range(length)] for length in (150, 66, 64, 9)]
+    whole, cut = (
+        Engine(small_target, chunked_prefill_size=size).generate(
+            prompts, SamplingParams(max_tokens=1, prompt_logprobs=0)
+        )
+        for size in (1024, 37)
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert [entry.token_id for entry in other.prompt_logprobs] == one.prompt_ids[1:]
+        wanted = [entry.logprob for entry in one.prompt_logprobs]
+        assert [entry.logprob for entry in other.prompt_logprobs] == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (1.0, 16), (1e-6, 1024)])
 def test_chunks_follow_the_measured_speed_while_others_decode(tiny_target, monkeypatch, token_s, most):
     """A long prompt stopped every stream for seconds. Alone it is read in whole chunks; the answer is the same."""

@@ -19,9 +19,9 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams
 from toolkit.targets.chat_templates import is_plain
 from toolkit.targets.load import read_target
+from toolkit.targets.target import describe_target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
-from toolkit.train.state import describe_target
 
 
 def write_ids(tmp_path, ids):

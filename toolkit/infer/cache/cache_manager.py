@@ -168,9 +168,6 @@ class MemorySettings:
         return max(min(needed.rows * one, room), one) // PAGE_SIZE
 
 
-DEFAULT_MEMORY = MemorySettings()
-
-
 class KVMemory:
     """Manages the pages of rows and cached prefixes.
 

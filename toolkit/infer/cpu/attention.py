@@ -60,6 +60,11 @@ class RowAttention:
         self._fixed = (lengths.data_ptr(), table.data_ptr(), None if self._mask is None else self._mask.data_ptr())
         self.rows = Rows(*self._fixed, *self._sizes, table.stride(0), self._tiles)
 
+    def check(self, rows: int, new: int) -> None:
+        """Raise ValueError if B or N differs from that of node_mask."""
+        if (rows, new) != self._sizes[:2]:
+            raise ValueError(f"the queries are of {rows} rows of {new} nodes; {tuple(self._sizes[:2])} is needed")
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """q [B, Hq, N, D], k and v [B, Hkv, N, D], keys and values [E, Hkv, D], all of one dtype -> [B, N, Hq, D].
 
@@ -67,8 +72,7 @@ class RowAttention:
         Raises ValueError if B or N differs from that of node_mask.
         """
         rows, heads, new, width = q.shape
-        if (rows, new) != self._sizes[:2]:
-            raise ValueError(f"the queries are of {rows} rows of {new} nodes; {tuple(self._sizes[:2])} is needed")
+        self.check(rows, new)
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -58,29 +58,36 @@ inline Floats silu(Floats x) {
   return (x > 0 ? x : x * e) / (1 + e);
 }
 
-// Rooms of the calling thread, for its whole team; they grow.
+// Rooms of the calling thread, for its whole team; they grow. whole: the attention's too.
 struct Room {
   std::vector<bf16> normed, qkv, attended, middle, both, gated;
   std::vector<char> inputs;
 
-  void reserve(int64_t M, const Layer& layer) {
+  void reserve(int64_t M, const Layer& layer, bool whole) {
     const auto grow = [](auto& held, int64_t size) {
       if (int64_t(held.size()) < size) held.resize(size);
     };
     grow(normed, M * layer.H);
-    grow(qkv, M * (layer.Hq + 2 * layer.Hkv) * layer.D);
-    grow(attended, M * layer.Hq * layer.D);
+    if (whole) {
+      grow(qkv, M * (layer.Hq + 2 * layer.Hkv) * layer.D);
+      grow(attended, M * layer.Hq * layer.D);
+    }
     grow(middle, M * layer.H);
     grow(both, M * 2 * layer.I);
     grow(gated, M * layer.I);
-    const int64_t widest = std::max(std::max(layer.H, layer.I), layer.Hq * layer.D);
+    int64_t widest = 0;
+    for (const Linear* one : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
+      const bool converts = one->scale ? Inputs<Int8>{nullptr, M, one->K, nullptr}.converts()
+                                       : Inputs<Bfloat16>{nullptr, M, one->K, nullptr}.converts();
+      if (converts) widest = std::max(widest, one->K);
+    }
     grow(inputs, 4 * M * widest);
   }
 };
 
-Room& room_for(int64_t M, const Layer& layer) {
+Room& room_for(int64_t M, const Layer& layer, bool whole) {
   static thread_local Room room;
-  room.reserve(M, layer);
+  room.reserve(M, layer, whole);
   return room;
 }
 
@@ -142,13 +149,13 @@ struct Rows {
 
 extern "C" void toolkit_before_attention(const Layer* layer, const bf16* x, const bf16* cos, const bf16* sin, bf16* qkv,
                                          int64_t M) {
-  Room& room = room_for(M, *layer);
+  Room& room = room_for(M, *layer, false);
 #pragma omp parallel num_threads(at::get_num_threads())
   team_before(*layer, x, cos, sin, qkv, M, room);
 }
 
 extern "C" void toolkit_after_attention(const Layer* layer, const bf16* x, const bf16* attended, bf16* y, int64_t M) {
-  Room& room = room_for(M, *layer);
+  Room& room = room_for(M, *layer, false);
 #pragma omp parallel num_threads(at::get_num_threads())
   team_after(*layer, x, attended, y, M, room);
 }
@@ -158,7 +165,7 @@ extern "C" void toolkit_decoder_layer(const Layer* of, const Rows* rows, const b
                                       bf16* keys, bf16* values, bf16* y, double scaling) {
   const Layer& layer = *of;
   const int64_t D = layer.D, M = rows->B * rows->N, node = (layer.Hq + 2 * layer.Hkv) * D;
-  Room& room = room_for(M, layer);
+  Room& room = room_for(M, layer, true);
   bf16 *const qkv = room.qkv.data(), *const attended = room.attended.data();
   const Strides strides = {rows->N * node, D, node};
   const Call<bf16> call = {qkv, qkv + layer.Hq * D, qkv + (layer.Hq + layer.Hkv) * D, keys, values, attended,

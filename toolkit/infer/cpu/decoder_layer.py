@@ -71,6 +71,12 @@ class DecoderLayer:
             *map(_norm, (*norms, *of_heads)), hidden, queries, keys, width, mlp.down_proj.in_features,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
+        self._held = [
+            *layer.parameters(),
+            *layer.buffers(),
+            attention.q_proj.joined,
+            mlp.gate_proj.joined,
+        ]  # by address
 
     def __call__(
         self,
@@ -89,6 +95,7 @@ class DecoderLayer:
         in_place = attention_metadata.row_attention(self._place, self._scoring, x.dtype)
         if in_place is not None:
             attention, keys, values = in_place
+            attention.check(rows, tokens)
             self._whole(
                 self._address, ctypes.addressof(attention.rows), x.data_ptr(), *rotation, keys.data_ptr(),
                 values.data_ptr(), out.data_ptr(), self._scoring.scaling,
@@ -111,7 +118,8 @@ def decoder_layer(layer: Any, place: int, scoring: Scoring) -> DecoderLayer | No
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     packed = all(isinstance(one, BlockedLinear) and one.blocked for one in linears)
-    hooked = any(one._forward_hooks or one._forward_pre_hooks for one in linears)
+    parts = (one for one in layer.modules() if one is not layer)
+    hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts)
     if library is None or hooked or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
         return None
     lanes = mlp.gate_proj.blocks.shape[2] // 2

@@ -22,6 +22,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -364,10 +365,9 @@ void multiply_block(const char* w, const void* inputs, int64_t M, int64_t K, con
 // One thread's tiles for products of M rows; without tiles nothing.
 struct TeamTiles {
 #if defined(TILES)
-  Tiles tiles;
-  bool used;
-  TeamTiles(int64_t M, bool used) : used(used) {
-    if (used) shape_tiles(tiles, M < 2 * LINES ? M : 2 * LINES);
+  std::optional<Tiles> tiles;
+  TeamTiles(int64_t M, bool used) {
+    if (used) shape_tiles(tiles.emplace(), M < 2 * LINES ? M : 2 * LINES);
   }
 #else
   TeamTiles(int64_t, bool) {}

@@ -82,13 +82,6 @@ class BlockReader(HeadReader):
         size = positions.shape[1]
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
-    def read_example(self, tokens: int, metadata: AttentionMetadata) -> None:
-        """Runs a block, whatever `tokens` is: its layers run over whole blocks only."""
-        size = self._block.config.block_size
-        at = torch.arange(size, device=self._device)[None]
-        hidden = torch.zeros(1, 1, self._block.fc.out_features, dtype=self.dtype, device=self._device)
-        self.draft(torch.zeros_like(at[:, :1]), hidden, at, metadata, size)
-
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
         """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
         the nodes of a level."""

@@ -50,7 +50,7 @@ class Tile:
 
 def tile_of(size: int, rows: int, itemsize: int) -> Tile:
     """The tile of a weight [size, K] of `itemsize` bytes each for so many rows: the rule that an H100 measured fastest,
-    or within 5 % of it, for each product of Llama-3.1-8B and its head (benchmarks/products_gpu.py).
+    or within 5 % of it, for each product of Llama-3.1-8B and its head (2026-11-27).
 
     Up to 16 rows narrow tiles, whose programs run all at once where there are few. More rows make x a larger part of
     what a narrow tile reads: wide tiles, and parts of the sums where N gives too few programs.
