@@ -95,7 +95,8 @@ SECTIONS = (
         "`ours-null` is plain decoding beside a head that is never asked: where its interval lies beside 1x, all "
         "intervals of its batch are widened by as much. Ratios count all seconds, those of reading the prompt among "
         "them. A rival that drafts is compared with its own plain row, answers with those of our plain row of the "
-        "same weights.",
+        "same weights. A record of before 2026-11-28 does not have the native layer; its rows `ours-*-compiled` used "
+        "torch.compile, which a CPU had then.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile",
     ),
     Section(

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import train_tokenizer
+from toolkit.infer.attention.fused_layer import _Uncached
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
@@ -14,7 +15,6 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import blocked_product
 from toolkit.infer.cpu.int8_linear import quantize_model
 from toolkit.infer.engine.cpu_door import install_native_ops, pack
-from toolkit.infer.kernels.reference import attend_causal
 from toolkit.targets.target import Target
 
 pytestmark = pytest.mark.skipif(not blocked_product.available(), reason="no native products on this CPU")
@@ -31,16 +31,6 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {},
 }
-
-
-class Causal:
-    """Attention metadata without a cache."""
-
-    def attend(self, layer, q, k, v, scoring):
-        return attend_causal(q, k, v, scaling=scoring.scaling)
-
-    def row_attention(self, *_layer):
-        return None
 
 
 def build(
@@ -66,7 +56,7 @@ def run(forward: TargetForward, x: torch.Tensor, *, fused: bool) -> torch.Tensor
     call = forward._fused._calls[layer] if fused else layer
     rotation = forward.target.body.rotary_emb(x, torch.arange(x.shape[1])[None])
     with torch.inference_mode():
-        return call(x, position_embeddings=rotation, attention_metadata=Causal())
+        return call(x, position_embeddings=rotation, attention_metadata=_Uncached())
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -138,3 +128,14 @@ def test_weights_that_change_in_place_are_those_of_the_layer(quantization):
 )
 def test_other_layers_run_as_they_are(changes):
     assert not build("llama", **changes)._fused._calls
+
+
+def test_hooks_of_its_parts_still_fire():
+    """One native call would pass them by; other layers are not concerned."""
+    target, seen = build("llama").target, []
+    target.layers[1].mlp.down_proj.register_forward_hook(lambda *_given: seen.append(1))
+    forward = TargetForward(target)
+    assert list(forward._fused._calls) == [target.layers[0]]
+    seen.clear()
+    forward._logits_in_parts(4, 4)
+    assert len(seen) == 2

@@ -71,12 +71,8 @@ class DecoderLayer:
             *map(_norm, (*norms, *of_heads)), hidden, queries, keys, width, mlp.down_proj.in_features,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
-        self._held = [
-            *layer.parameters(),
-            *layer.buffers(),
-            attention.q_proj.joined,
-            mlp.gate_proj.joined,
-        ]  # by address
+        # C++ has their addresses.
+        self._held = [*layer.parameters(), *layer.buffers(), attention.q_proj.joined, mlp.gate_proj.joined]
 
     def __call__(
         self,
