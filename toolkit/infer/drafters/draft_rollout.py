@@ -327,5 +327,5 @@ def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.devic
 def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
     """Returns the level of every candidate, [C] in level order."""
     k = shape.top_k
-    sizes = [candidate_count(1, k)] + [k * k] * (shape.num_steps - 1)
-    return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)
+    numbers = torch.arange(candidate_count(shape.num_steps, k), device=device)
+    return (numbers - k).div(k * k, rounding_mode="floor") + 2  # k candidates in the first level, k * k in each later one
