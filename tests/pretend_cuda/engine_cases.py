@@ -38,6 +38,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}],
     "drawn": [{"temperature": 0.8}, {}],
     "cut": [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5, "min_p": 0.01}, {}],
+    "penalty": [{"repetition_penalty": 1.05}],  # as Qwen2.5's generation config sets it for every request
     "asking": [
         {}, {"temperature": 0.8}, {"logprobs": 1, "max_tokens": 9},
         {"logprobs": 3, "logit_bias": {7: 1.0}, "repetition_penalty": 1.2, "min_tokens": 4}, {"presence_penalty": 0.5},
@@ -140,6 +141,7 @@ def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, A
         "pinned": mode(rounds.pinned),
         "lines": sorted(rounds.lines),
         "replays": seen.replays - replays,
+        "eager_rounds": engine.eager_rounds,
         "accepted": max((most for _, accepted, _ in got for most in accepted), default=0),
     }
 
@@ -149,7 +151,7 @@ def compare(texts: list[str]) -> dict[str, dict[str, Any]]:
     host, found = build_small_target(), {}
     for text in texts:
         case = Case.parse(text)
-        # Recorded rounds draw no drafts, so for them "auto" is "target".
+        # Drafts that are drawn run eagerly, so with graphs "auto" is "target".
         verify = {"eager": case.verify, "recorded": "target" if case.verify == "auto" else case.verify}
         wanted = {one: answers(case, engine_of(case, host, one)) for one in set(verify.values())}
         with pretended_cuda():

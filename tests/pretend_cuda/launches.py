@@ -32,7 +32,7 @@ from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine import round
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.recordings import Kind
+from toolkit.infer.graphs.graph_rounds import Kind
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -129,16 +129,17 @@ def counting_parts() -> Iterator[ByPart]:
 
 
 class CountedCapture:
-    """The capture of a graph: as on a GPU the round runs once before, for its tables. Counts the run after it."""
+    """The capture of a part: as on a GPU it runs once before, for its tables. Counts the run after it."""
 
     def __init__(self, parts: ByPart) -> None:
-        self._parts = parts
+        self._parts, self.counts = parts, Counter[str]()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         self._parts.restart()
         run()
         self._parts.settle()
+        self.counts += self._parts.counts
         return run
 
 
@@ -161,16 +162,16 @@ def launches_of(target: Target, one: Round) -> Counter[str]:
     with counting_parts() as parts:
         engine = Engine(
             target, draft_of(one.head, target), None if one.head is None else DraftShape.parse(one.shape),
-            max_running_requests=ROWS, context_length=128, max_total_tokens=1024, capture=CountedCapture(parts),
-            short_lived=True,
+            max_running_requests=ROWS, context_length=128, max_total_tokens=1024, short_lived=True,
+            capture=(capture := CountedCapture(parts)),
         )  # fmt: skip
         graphs = engine._rounds.graphs
         assert graphs is not None
         with torch.inference_mode():
-            recorded = graphs.recordings.of(Kind(ROWS, engine.shape, one.cut))
+            recorded = [graphs._part(part) for part in Kind(ROWS, engine.shape, one.cut).parts]
         engine.close()
-    assert recorded is not None, "the round was not recorded; the log says why"
-    counts = Counter({part: count for part, count in parts.counts.items() if count})
+    assert all(recorded), "a part was not recorded; the log says why"
+    counts = Counter({part: count for part, count in capture.counts.items() if count})
     counts[OUTSIDE] = counts.total() - counts[TARGET]
     return counts
 

@@ -17,6 +17,7 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.graphs.compiled_forward import CompiledForward
+from toolkit.infer.graphs.recordings import Choice
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import CompileError, SamplingParams
 from toolkit.targets.target import Target
@@ -88,7 +89,7 @@ def test_graphs_of_compiled_forward_write_what_eager_rounds_write(own_target, bu
 
 
 def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, backend, monkeypatch):
-    """Each recording up to the bound, and none above, is of compiled layers, of the target and of the head. They are
+    """Drafts and forwards up to the bound, and none above, are recorded with compiled layers. They are
     made before the first request, and nothing is compiled afterwards."""
     compiled_now: list[bool] = []
     recorded: dict[int, bool] = {}
@@ -108,11 +109,12 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, back
     monkeypatch.setattr(CompiledForward, "_run", ran)
     backend("eager")
     engine = engine_with(own_target, build("eagle3"), "3,3,8", noting, torch_compile_max_bs=2)
-    assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
+    assert len(recorded) == 15, "drafts, forward and three kinds of choices for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
-    rows = [kind.bucket for kind in engine._rounds.graphs.recordings._made]
-    assert list(recorded.values()) == [bucket <= 2 for bucket in rows] and set(rows) == {1, 2, 4}
+    parts = list(engine._rounds.graphs.recordings._made)
+    assert list(recorded.values()) == [one.bucket <= 2 and not isinstance(one, Choice) for one in parts]
+    assert {one.bucket for one in parts} == {1, 2, 4}
     assert kinds == {"LlamaModel", "DraftLayer"}
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"
 

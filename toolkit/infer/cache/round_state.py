@@ -1,6 +1,6 @@
 """The state of a round's rows, in tensors with fixed addresses: the input of a round, which the round updates.
 
-Shapes: R rows at most, B rows of a round (the first of R), P pages of a table.
+Shapes: R rows at most, B rows of a round (the first of R), P pages of a table, N nodes of a tree.
 
 An eager round has one row per running request. A recorded round has as many rows as its bucket; a row without a
 request is padding: one committed position, which is also unread, on page 0.
@@ -48,6 +48,24 @@ class RoundRows:
         """Positions that attention reads for `nodes` nodes after the rows' lengths: at most the whole table."""
         whole = self.table.shape[1] * self.page_size
         return whole if self.longest is None else min(self.longest + nodes, whole)
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target's forward over trees leaves. hidden [B, N, H]. features [B, N, W]: what the draft head reads;
+    None without one."""
+
+    hidden: Tensor
+    features: Tensor | None
+
+    @property
+    def nodes(self) -> int:
+        return self.hidden.shape[1]
+
+    def cut(self, rows: int, nodes: int) -> TargetStates:
+        """The first nodes of the first rows."""
+        features = None if self.features is None else self.features[:rows, :nodes]
+        return TargetStates(self.hidden[:rows, :nodes], features)
 
 
 class RoundState:

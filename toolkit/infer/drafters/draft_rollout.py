@@ -328,4 +328,5 @@ def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
     """Returns the level of every candidate, [C] in level order."""
     k = shape.top_k
     numbers = torch.arange(candidate_count(shape.num_steps, k), device=device)
-    return (numbers - k).div(k * k, rounding_mode="floor") + 2  # k candidates in the first level, k * k in each later one
+    # k candidates in the first level, k * k in each later one.
+    return (numbers - k).div(k * k, rounding_mode="floor") + 2

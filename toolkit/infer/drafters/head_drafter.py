@@ -18,7 +18,8 @@ attends to the committed positions and its ancestors. `draft_rollout.py` describ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ from toolkit.targets.target import Target
 CATCH_UP = 160  # unread positions of a row at which `skip` reads them; an answer that ends sooner saves the read
 
 
+@dataclass(frozen=True)
+class Pending:
+    """What a draft leaves for the end of its round. starts: where `inputs` stores the accepted positions of each row;
+    None: nowhere. carry: the next carry of `inputs`; None: the head has not read the unread positions."""
+
+    starts: list[int] | None
+    carry: Tensor | None
+
+
 class HeadDrafter(Drafter):
     """Owns the head's caches, its unread inputs and its hooks on the target. module: the head."""
 
@@ -68,10 +78,9 @@ class HeadDrafter(Drafter):
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self.reader.dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
-        # Of the current round. _starts: where `inputs` stores the accepted positions of each row (None: nowhere).
-        # _carry: the next carry of `inputs` (None: the head has not read the unread positions).
-        self._starts: list[int] | None = None
-        self._carry: Tensor | None = None
+        self.pending = Pending(None, None)
+        # Replays the recorded draft of a shape; returns None if there is none. graphs/graph_rounds.py puts it here.
+        self.recorded_draft: Callable[[DraftShape], DraftTree | None] = lambda _shape: None
         self._draws = draws
         self.set_shape(shape)
 
@@ -119,7 +128,7 @@ class HeadDrafter(Drafter):
             self._read[first_row:] = read
         if not any(map(self._drafts, requests)):
             return
-        features = self._head.features().to(self.reader.dtype)
+        features = self.features()
         last = upload([request.unread - 1 for request in requests], self._device)
         if whole:
             inputs.features[here, 0] = features[every, last]
@@ -152,33 +161,40 @@ class HeadDrafter(Drafter):
         first = {row: one.output_ids[0] for row, one in enumerate(requests) if len(one.output_ids) == 1}
         self.inputs.set_first_tokens(first)
 
-    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: AcceptedPath, committed: Tensor) -> None:
-        """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
+    def features(self) -> Tensor:
+        """Takes the features of the target's last forward, [B, N, W], in the dtype of the head."""
+        return self._head.features().to(self.reader.dtype)
+
+    def keep_features(
+        self, rows: RoundRows, tree: DraftTree, followed: AcceptedPath, committed: Tensor, features: Tensor
+    ) -> None:
+        """Appends the features [B, N, W] of the accepted path, and the tokens chosen after them, to the unread
+        positions.
 
         committed [B]: number of tokens each row committed; 0 for padding rows.
         """
-        if self._starts is None:
+        starts, carry = self.pending.starts, self.pending.carry
+        if starts is None:
             return
-        if self._carry is None:
+        if carry is None:
             rows.unread.add_(committed)
         else:
             torch.clamp(committed, min=1, out=rows.unread)  # a padding row keeps its one position
-            if self._carry.shape[1]:
-                self.inputs.carry[: len(self._carry)] = self._carry
-        features = self._head.features().to(self.reader.dtype)
+            if carry.shape[1]:
+                self.inputs.carry[: len(carry)] = carry
         if not tree.is_chain:  # the accepted nodes of a chain are the first ones
             features = features.gather(1, followed.path[:, :, None].expand(-1, -1, features.shape[2]))
-        self.inputs.append(features, followed.tokens, self._starts)
+        self.inputs.append(features, followed.tokens, starts)
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Updates the counts of unread positions; the host knows the accepted lengths only now."""
-        if self._starts is not None:
-            counts = [start + accepted + 1 for start, accepted in zip(self._starts, result.accepted, strict=True)]
+        if (starts := self.pending.starts) is not None:
+            counts = [start + accepted + 1 for start, accepted in zip(starts, result.accepted, strict=True)]
             self.inputs.counts[: len(requests)] = counts
 
     def observe_recorded(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Replaces propose and observe after a recorded round, in which the head has read all unread positions."""
-        self._starts = [0] * len(requests)
+        self.pending = Pending([0] * len(requests), None)
         self._note_read(requests)
         self.observe(requests, result)
 
@@ -192,14 +208,30 @@ class HeadDrafter(Drafter):
         own = [self.shape_of(request) for request in requests]
         drafted = [shape for shape in own if shape is not None]
         if not drafted:
-            self._starts = None
+            self.pending = Pending(None, None)
             return root_only(rows.roots)
         shape = DraftShape.covering(drafted)  # one rollout for the batch; each row keeps its part
-        sampling = draft_sampling_for(requests, self.to_target, self._draws)
-        within = DraftMasks.of(requests, self.to_target)
-        tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]), within)
+        tree = None if self.why_eager(requests, own) else self.recorded_draft(shape)
+        if tree is None:
+            sampling = draft_sampling_for(requests, self.to_target, self._draws)
+            within = DraftMasks.of(requests, self.to_target)
+            tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]), within)
         self._note_read(requests)
         return tree
+
+    def why_eager(self, requests: Sequence[Request], own: Sequence[DraftShape | None]) -> str | None:
+        """Returns why no graph can draft for these requests, whose shapes are `own`; None: one can."""
+        if own[0] is None or any(one != own[0] for one in own):
+            return "requests have different draft shapes, or no drafts"
+        if self.ends_chains:
+            return "`draft_confidence` is set, and the host ends the chains"
+        if any(one.grammar is not None for one in requests):
+            return "a request has a grammar, which the host reads at every node"
+        if self._draws is not None and any(map(self._draws, requests)):
+            return "drafts are drawn (`verify`)"
+        if max(self.unread[: len(requests)]) > own[0].num_steps + 1:
+            return "the head has more unread positions than one round leaves"
+        return None
 
     def draft(
         self,
@@ -256,13 +288,13 @@ class HeadDrafter(Drafter):
         else:
             # A row without drafts keeps its newest position only; the head never reads it.
             starts = [count if one else 0 for count, one in zip(counts, drafts, strict=True)]
-            self._starts, self._carry = starts if any(drafts) else None, None
+            self.pending = Pending(starts if any(drafts) else None, None)
         return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         """Reads the unread positions. Drafts at each of them whose next token is unread too, and so known."""
         if not any(map(self._drafts, requests)):
-            self._starts = None
+            self.pending = Pending(None, None)
             return root_only(rows.roots), [[] for _ in requests]
         counts = self.unread[: len(requests)]
         nodes = self._read_unread(rows, max(counts))
@@ -287,8 +319,8 @@ class HeadDrafter(Drafter):
 
     def _finish(self, nodes: DraftRollout) -> None:
         """Lets all stages read the unread positions. Does not change `inputs`, so that a failed round can run again."""
-        self._carry = nodes.finish()
-        self._starts = [0] * len(self._carry)
+        carry = nodes.finish()
+        self.pending = Pending([0] * len(carry), carry)
 
     def _note_read(self, requests: Sequence[Request]) -> None:
         for row, request in enumerate(requests):

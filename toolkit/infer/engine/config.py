@@ -85,7 +85,7 @@ class EngineConfig:
     adaptive: bool | None = option(
         None,
         "in every step choose the shape, a smaller one or nothing, by measured costs and running acceptance (default: "
-        "yes, unless `shape` is given or rounds run as CUDA graphs: then every step drafts the shape)",
+        "yes, unless `shape` is given, and not on a GPU: then every step drafts the shape)",
     )
     lookup: bool | None = option(
         None,
@@ -147,7 +147,7 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "run a round of up to N requests as one CUDA graph, all with one draft shape (default: on a GPU "
+        "run rounds of up to N requests as CUDA graphs (default: on a GPU "
         f"`max_running_requests`, at most {MOST_RECORDED})",
         metavar="N",
     )
@@ -209,7 +209,7 @@ class EngineConfig:
         self, device_type: str, target: Target | None = None, draft: Draft | None = None, head_width: int = 0
     ) -> str | None:
         """Why no round runs as a CUDA graph; None: rounds do. All reasons are here: of the options, and of the models
-        if they are given. Beside graphs single rounds run eagerly for their requests' sake (`GraphRounds.why_eager`).
+        if they are given. Beside graphs parts of rounds run eagerly for their requests' sake (`GraphRounds`).
 
         draft: None: the one that the option names. head_width: of the widest attention head.
         """
@@ -217,16 +217,8 @@ class EngineConfig:
             return f"the device is {device_type}"
         if self.disable_cuda_graph:
             return "`disable_cuda_graph` is set"
-        if self.adaptive:
-            return "`adaptive` is set, and a graph has one draft shape"
-        if self.draft_confidence or getattr(draft, "draft_confidence", 0):
-            return "`draft_confidence` is set, and the host ends the chains"
-        if self.asks_for_lookup:
-            return "`lookup` is set, and it drafts on the host"
         if self.tensor_parallel_size > 1:
             return "`tensor_parallel_size` is above 1"
-        if (draft is not None and draft.kind == NGRAM) or (target is None and str(self.draft) == NGRAM):
-            return "n-gram lookup drafts on the host"
         if target is not None:
             from toolkit.infer.attention.linear_layers import linear_layers
             from toolkit.infer.kernels.dispatch import ops_for

@@ -37,7 +37,7 @@ from toolkit.infer.drafters.lookup import SuffixAutomaton
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
-from toolkit.infer.engine.round import RoundContext, Rounds, commit, run_round
+from toolkit.infer.engine.round import RoundContext, Rounds, commit, round_parts
 from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
 from toolkit.infer.engine.warm_up import warm_up
 from toolkit.infer.graphs.graph_rounds import GraphRounds
@@ -176,10 +176,11 @@ class Engine:
         config = self.config.with_graph_sizes()
         assert config.cuda_graph_max_bs is not None
         return GraphRounds(
-            lambda *parts: run_round(context, *parts)[0].numbers,
+            *round_parts(context),
             state,
             context.forward,
             self.drafter,
+            context.head,
             self.verifier,
             rows=config.max_running_requests,
             cuda_graph_max_bs=config.cuda_graph_max_bs,

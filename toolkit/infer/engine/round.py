@@ -2,12 +2,15 @@
 
     propose -> target forward over the tree -> choose -> follow -> keep features -> compact -> advance
 
-Eager decoding runs this definition; a CUDA graph captures it. It is a function of static buffers: the host reads
-nothing from the device during a round. Lengths, pages, tokens and (in graphs) sampling settings come from `RoundState`,
-shapes from the tree. Eager rounds and graphs differ in three things: how the tree is proposed, how tokens are chosen,
-and the span of keys that attention reads.
+Eager decoding runs this definition; CUDA graphs capture its three parts: the draft, the forward, and what follows it
+(`finish`). They are functions of static buffers: the host reads nothing from the device during a part. Lengths, pages,
+tokens and (in graphs) sampling settings come from `RoundState`, shapes from the tree.
 
-Overlap: a graph of round n+1 is launched before the host has read the result of round n.
+Between the parts the host is free. It decides which drafts are worth their time (adaptive drafting), drafts itself
+(lookup), ends chains, masks logits by a grammar, applies penalties and collects log-probabilities. A part that the host
+takes a hand in runs eagerly, the others are replayed (`graph_rounds.py`).
+
+Overlap: if all parts are graphs, round n+1 is launched before the host has read the result of round n.
 
     host     launch n+1 | read n, its tokens, stops and events | launch n+2 | read n+1 ..
     device   .. n       | n+1                                  | n+1        | n+2 ..
@@ -19,7 +22,7 @@ host sees them one step later. The host reads round n first if the next round ne
 
     the rows change    a request ended, was aborted, or reaches its token limit in round n; a prompt or a further
                        chunk of one is due; the pages do not suffice for both rounds, so a request may be preempted
-    the round changes  another draft shape was set, or it runs eagerly (`GraphRounds.why_eager`)
+    the round changes  another draft shape was set, or a part of it runs eagerly
 
 Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
@@ -39,12 +42,11 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
-from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
+from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, TargetStates, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.scheduler import Scheduler
-from toolkit.infer.graphs.graph_rounds import GraphRounds
-from toolkit.infer.graphs.recordings import Kind, Recorded
+from toolkit.infer.graphs.graph_rounds import GraphRounds, Kind
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftTree
@@ -73,16 +75,45 @@ def run_round(
 
     The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
     tree = propose(rows)
-    hidden = forward_tree(context, rows, tree)
-    choices, sums = choose_tokens(context, rows, tree, hidden, sampler)
+    return finish(context, rows, tree, forward_tree(context, rows, tree), sampler)
+
+
+def round_parts(
+    context: RoundContext,
+) -> tuple[Callable[..., TargetStates], Callable[..., tuple[AcceptedPath, Choices]]]:
+    """`forward_tree` and `finish` of a context, for graphs."""
+    return (lambda *given: forward_tree(context, *given)), (lambda *given, **how: finish(context, *given, **how))
+
+
+def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> TargetStates:
+    """The target's states at every node."""
+    # Nodes past the context are never committed. The clamp keeps learned position tables in range.
+    positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
+    metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
+    states = None if context.states is None else context.states.nodes(len(rows.roots))
+    hidden = context.forward(tree.tokens, positions, metadata, states)
+    return TargetStates(hidden, None if context.head is None else context.head.features())
+
+
+def finish(
+    context: RoundContext,
+    rows: RoundRows,
+    tree: DraftTree,
+    states: TargetStates,
+    sampler: NodeSampler,
+    *,
+    keep: bool = True,
+) -> tuple[AcceptedPath, Choices]:
+    """Choose, follow the choices and commit. keep: with the features; else `keep_features` comes afterwards."""
+    choices, sums = choose_tokens(context, rows, tree, states.hidden, sampler)
     decided = tree, choices.tokens
     if context.forced is not None:
         decided = context.forced(*decided, rows.roots, rows.lengths)
     followed = follow(*decided)
-    followed.mark_nonfinite(hidden, sums)
+    followed.mark_nonfinite(states.hidden, sums)
     committed = (followed.accepted + 1) * rows.real
-    if context.head is not None:
-        context.head.keep_features(rows, tree, followed, committed)
+    if keep:
+        keep_features(context, rows, tree, followed, committed, states)
     if context.states is not None:
         context.states.commit(rows.lengths, followed.accepted)
     if not tree.is_chain:
@@ -91,13 +122,18 @@ def run_round(
     return followed, choices
 
 
-def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
-    """The target's hidden states at every node, [B, N, H]."""
-    # Nodes past the context are never committed. The clamp keeps learned position tables in range.
-    positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
-    metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
-    states = None if context.states is None else context.states.nodes(len(rows.roots))
-    return context.forward(tree.tokens, positions, metadata, states)
+def keep_features(
+    context: RoundContext,
+    rows: RoundRows,
+    tree: DraftTree,
+    followed: AcceptedPath,
+    committed: Tensor,
+    states: TargetStates,
+) -> None:
+    """Give the features of the accepted paths to the head, if there is one."""
+    if context.head is not None:
+        assert states.features is not None, "a forward beside a head takes its features"
+        context.head.keep_features(rows, tree, followed, committed, states.features)
 
 
 def choose_tokens(
@@ -163,15 +199,15 @@ class InFlight:
     """A launched round whose result the host has not read yet.
 
     requests: by row. states: the rows' states at its begin; None until the previous round has landed. read: waits for
-    its result. graph: the kind of its graph and the graph; None: it ran eagerly. logprobs: of the rows that asked for
-    them. began: perf_counter, at the earliest the landing of the previous round. proposed: end of drafting, which a
-    graph does not tell: `began`, so that all of it counts as verification.
+    its result. kind: of a round that is graphs as a whole. logprobs: of the rows that asked for them. began:
+    perf_counter, at the earliest the landing of the previous round. proposed: end of drafting; None for a round of
+    graphs, all of which counts as verification.
     """
 
     requests: list[Request]
     states: list[RowState] | None
     read: Callable[[], VerifyResult]
-    graph: tuple[Kind, Recorded] | None = None
+    kind: Kind | None = None
     logprobs: NodeLogprobs | None = None
     began: float = field(default_factory=time.perf_counter)
     proposed: float | None = None
@@ -198,7 +234,7 @@ class Rounds:
     ) -> None:
         self._context, self.state, self._verifier, self._scheduler = context, state, verifier, scheduler
         self.graphs, self.overlap = graphs, overlap and graphs is not None
-        self.eager_rounds = 0  # that no graph could run, of an engine that has some
+        self.eager_rounds = 0  # whose forward no graph could run, of an engine that has some
         self._in_flight: InFlight | None = None
         self._sampler: Sampler | None = None  # of eager rounds; None: the rows changed
 
@@ -214,7 +250,7 @@ class Rounds:
     def shape_changed(self) -> None:
         """Capture the rounds of a new draft shape now, so that no request waits for it. Not with a round in flight."""
         if self.graphs is not None and not self.in_flight:
-            self.graphs.record_all()
+            self.graphs.record_at_start()
 
     def launch(self, drafter: Drafter) -> bool:
         """Launch a round of all running requests. `drafter` proposes the trees of an eager one.
@@ -223,15 +259,14 @@ class Rounds:
         """
         assert self._in_flight is None, "the round in flight has not landed yet"
         began, requests = time.perf_counter(), self._scheduler.running
-        graph = None if self.graphs is None else self.graphs.graph_for(requests)
-        rows, states = self.set_rows(requests, None if graph is None else graph[0].bucket)
-        if graph is None:
-            self.eager_rounds += self.graphs is not None
-            self._in_flight = self._run(list(requests), drafter, rows, states, began)
+        kind = None if self.graphs is None else self.graphs.begin(requests)
+        states = self.set_rows(requests)
+        if kind is None:
+            self._in_flight = self._run(list(requests), drafter, states, began)
         else:
             self.state.set_sampling(requests)
-            self._in_flight = self._replay(list(requests), states, graph)
-        return graph is not None and self.overlap
+            self._in_flight = self._replay(list(requests), states, kind)
+        return kind is not None and self.overlap
 
     def land(self, drafter: Drafter) -> tuple[InFlight, VerifyResult] | None:
         """Read the result of the round in flight; None if there is none.
@@ -243,7 +278,7 @@ class Rounds:
         following = self._launch_after(landing)
         assert landing.states is not None, "rounds land in the order in which they were launched"
         result, head, count = landing.read(), self._context.head, len(landing.states)
-        if landing.graph is None:
+        if landing.kind is None:
             drafter.observe(landing.requests, result)
         elif head is not None:
             head.observe_recorded(landing.requests, result)
@@ -271,57 +306,63 @@ class Rounds:
         self.drop()
         return True
 
-    def set_rows(self, requests: Sequence[Request], count: int | None = None) -> tuple[RoundRows, list[RowState]]:
-        """Copy lengths, roots and page tables of the requests to the device; padding follows, up to `count` rows.
+    def set_rows(self, requests: Sequence[Request]) -> list[RowState]:
+        """Copy lengths, roots and page tables of the requests to the device, and padding up to the rows of a graph.
 
-        Returns the rows and the states of the requests."""
+        Returns the states of the requests."""
         if self._context.head is not None:
             self._context.head.first_tokens(requests)
         states = row_states(requests, self._unread(len(requests)))
-        count = len(requests) if count is None else count
+        count = len(requests) if self.graphs is None else self.graphs.padded(len(requests))
         self.state.set_rows(states, count)
         self.state.set_tables(len(requests), count)
-        return self.state.rows(count, max(length for _, length, _, _ in states)), states
+        return states
 
-    def _run(
-        self, requests: list[Request], drafter: Drafter, rows: RoundRows, states: list[RowState], began: float
-    ) -> InFlight:
-        """Run an eager round."""
-        proposed = 0.0
-
-        def propose(rows: RoundRows) -> DraftTree:
-            nonlocal proposed
-            tree = sampler.cut(drafter.propose(requests, rows))
-            proposed = time.perf_counter()
-            return tree
-
+    def _run(self, requests: list[Request], drafter: Drafter, states: list[RowState], began: float) -> InFlight:
+        """Run a round part by part."""
         if self._sampler is None or self._sampler.outdated:
             target = self._context.forward.target
             self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
-        sampler = self._sampler
-        self.state.forget_rows(len(requests))
-        followed, choices = run_round(self._context, rows, propose, sampler)
-        read = partial(read_result, followed, choices.extra)
-        return InFlight(requests, states, read, None, choices.logprobs, began, proposed)
+        sampler, graphs, context = self._sampler, self.graphs, self._context
+        rows = self.state.rows(len(requests), max(length for _, length, _, _ in states))
+        if graphs is not None:
+            graphs.rows_lost = lambda: self.set_rows(requests)
+            self.state.set_sampling(requests)
+        tree = sampler.cut(drafter.propose(requests, rows))
+        proposed, count, choices = time.perf_counter(), len(requests), None
+        self.state.forget_rows(count)
+        seen = None if graphs is None else graphs.forward(tree)
+        if graphs is None or seen is None:
+            self.eager_rounds += graphs is not None
+            followed, choices = finish(context, rows, tree, forward_tree(context, rows, tree), sampler)
+        elif (path := graphs.choose(requests)) is None:
+            followed, choices = finish(context, rows, tree, seen.cut(count, tree.nodes), sampler)
+        else:
+            followed = path
+            if not graphs.drafted:
+                committed = (followed.accepted + 1) * rows.real
+                keep_features(context, rows, tree, followed, committed, seen.cut(count, seen.nodes))
+        read = partial(read_result, followed, None if choices is None else choices.extra)
+        logprobs = None if choices is None else choices.logprobs
+        return InFlight(requests, states, read, None, logprobs, began, proposed)
 
-    def _replay(self, requests: list[Request], states: list[RowState] | None, graph: tuple[Kind, Recorded]) -> InFlight:
-        """Launch a graph."""
+    def _replay(self, requests: list[Request], states: list[RowState] | None, kind: Kind) -> InFlight:
+        """Launch a round whose parts are all graphs."""
+        assert self.graphs is not None
         self.state.forget_rows(len(requests))
-        recorded = graph[1]
-        recorded.replay()
-        numbers = HostCopy(recorded.numbers[: len(requests)])
-        return InFlight(requests, states, lambda: read_result(AcceptedPath(numbers.read())), graph)
+        numbers = HostCopy(self.graphs.replay(kind)[: len(requests)])
+        return InFlight(requests, states, lambda: read_result(AcceptedPath(numbers.read())), kind)
 
     def _launch_after(self, landing: InFlight) -> InFlight | None:
         """Launch the next round of the same rows, from the state that `landing` leaves on the device.
 
         Returns None if `landing` has to be read first."""
         running = self._scheduler.running
-        if not self.overlap or self.graphs is None or landing.graph is None:
+        kind = landing.kind
+        if not self.overlap or self.graphs is None or kind is None:
             return None
         if any(request.finished or request.ends_with_next for request in running) or self._scheduler.prompts_due():
             return None
-        kind = landing.graph[0]
         if self.graphs.kind_of(running) != kind:
             return None
         # A row may be past its token limit and past the context. Its page table ends ROOM positions after the context.
@@ -329,7 +370,7 @@ class Rounds:
         if written > ROOM or not self._scheduler.make_room_ahead(kind.most_tokens):
             return None
         self.state.set_tables(len(running), kind.bucket)
-        return self._replay(landing.requests, None, landing.graph)
+        return self._replay(landing.requests, None, kind)
 
     def _unread(self, count: int) -> list[int] | None:
         """Number of positions of each row that the head has not read; None without a head."""

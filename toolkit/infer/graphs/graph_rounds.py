@@ -1,45 +1,98 @@
-"""The rounds of an engine as CUDA graphs: which graph a round of some requests has, and why one has none.
+"""The rounds of an engine as CUDA graphs: which parts of a round are replayed, and why others run eagerly.
 
-A round that a graph does not support runs eagerly; the reason is logged once. Both leave the same state. The host's
-work around a round is in engine/round.py.
+    draft     the head's, if all rows have one shape that the device can draft alone; else the host drafts eagerly
+    forward   always, unless more requests run than a graph has rows for
+    choice    unless a request needs the host's edits, its log-probabilities or a draw against the head's distribution
+
+A round whose parts are all graphs needs no host (`Kind`): the next one may start before its result is read. Eager parts
+and graphs leave the same state; the reason for eager ones is logged once. The host's work around a round is in
+engine/round.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.drafter import Drafter
-from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.cache.round_state import RoundRows, RoundState, TargetStates
+from toolkit.infer.drafters.draft_rollout import DraftSampling
+from toolkit.infer.drafters.drafter import Drafter, NoDrafter
+from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter, Pending
+from toolkit.infer.drafters.lookup import MOST_DEPTH
 from toolkit.infer.graphs.compiled_forward import CompiledForward
-from toolkit.infer.graphs.recordings import Capture, Kind, Recorded, Recordings, RunRound, buckets_up_to
+from toolkit.infer.graphs.recordings import (
+    SAMPLING_KINDS,
+    Capture,
+    Choice,
+    Draft,
+    Forward,
+    HostTree,
+    Part,
+    Recorded,
+    Recordings,
+    Source,
+    buckets_up_to,
+)
+from toolkit.infer.kernels.tree_reference import AcceptedPath
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import is_edited
+from toolkit.infer.verify.sampler import recorded_sampler
 from toolkit.infer.verify.verifiers import Verifier
-from toolkit.log import get_logger
+from toolkit.log import Progress, get_logger
 
 logger = get_logger(__name__)
 
+ROOTS = HostTree(1, True)  # the trees of plain decoding
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Choice`."""
+
+    bucket: int
+    shape: DraftShape | None
+    cut: bool | None
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens that a round commits per row."""
+        return 1 if self.shape is None else self.shape.num_steps + 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """In the order of their replay."""
+        source: Source = self.shape or ROOTS
+        drafts = [] if self.shape is None else [Draft(self.bucket, self.shape)]
+        return [*drafts, Forward(self.bucket, source), Choice(self.bucket, source, self.cut)]
+
 
 class GraphRounds:
-    """The graphs of one engine, captured when it is built.
+    """The graphs of one engine; those of its own draft shape and of plain decoding are captured when it is built.
 
-    run_round: the function to capture; it runs on `state`. rows: the engine's largest batch. cuda_graph_max_bs: larger
-    rounds run eagerly. torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a
-    round; None: as a CUDA graph. short_lived: capture a round when it is needed, not when the engine is built.
-    Raises CompileError.
+    forward, finish: the parts of a round (engine/round.py); they run on `state`. head: the drafter with a head, if any;
+    drafter: the engine's, around it. rows: the engine's largest batch. cuda_graph_max_bs: larger rounds run eagerly.
+    torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a part; None: as a CUDA
+    graph. short_lived: capture a part when it is needed, not when the engine is built. Raises CompileError.
     """
 
     def __init__(
         self,
-        run_round: RunRound,
+        forward: Callable[[RoundRows, DraftTree], TargetStates],
+        finish: Callable[..., tuple[AcceptedPath, Any]],
         state: RoundState,
-        forward: TargetForward,
+        target: TargetForward,
         drafter: Drafter,
+        head: HeadDrafter | None,
         verifier: Verifier,
         *,
         rows: int,
@@ -48,63 +101,257 @@ class GraphRounds:
         capture: Capture | None = None,
         short_lived: bool = False,
     ) -> None:
-        self._head = drafter if isinstance(drafter, HeadDrafter) else None
-        self._verifier, self._short_lived = verifier, short_lived
+        self._forward, self._finish, self._state = forward, finish, state
+        self._head, self._verifier, self._short_lived = head, verifier, short_lived
+        self._needs_host = not isinstance(drafter, HeadDrafter | NoDrafter)
         self._said: set[str] = set()
         compiled = None
         if torch_compile_max_bs is not None:
-            compiled = CompiledForward(forward, None if self._head is None else self._head.reader)
-        buckets = buckets_up_to(min(cuda_graph_max_bs, rows))
-        self.recordings = Recordings(
-            run_round, state, self._head, buckets, rows, capture, compiled, torch_compile_max_bs or 0
-        )
-        self.record_all()
+            compiled = CompiledForward(target, None if head is None else head.reader)
+        self.buckets = buckets_up_to(min(cuda_graph_max_bs, rows))
+        unread = 0
+        if head is not None:
+            head.recorded_draft = self.draft
+            if self._needs_host:  # rounds without the head leave more
+                most = max(MOST_DEPTH + 1, head.shape.num_draft_tokens)
+                unread = CATCH_UP + HostTree.holding(most, False).nodes
+        self.recordings = Recordings(state, head, rows, unread, capture, compiled, torch_compile_max_bs or 0)
+        self._staged: dict[tuple[int, HostTree], DraftTree] = {}  # the trees that the host hands to a forward
+        # Of the current round: rows of its graphs (None: it is eager), rows of requests, the recorded draft if there is
+        # one, where the trees come from. rows_lost sets the rows again after a capture.
+        self._bucket: int | None = None
+        self._count = 0
+        self._draft: DraftTree | None = None
+        self._source: Source = ROOTS
+        self.rows_lost: Callable[[], object] = lambda: None
+        self.record_at_start()
 
     @torch.inference_mode()
-    def record_all(self) -> None:
-        """Capture all rounds of the current draft shape, unless at their first use. No round may be in flight."""
-        if not self._short_lived:
-            shape = None if self._head is None else self._head.shape
-            self.recordings.record_all(shape, drawn=not self._verifier.draws_drafts)
+    def record_at_start(self) -> None:
+        """Capture the rounds of the current draft shape, unless parts are captured at their first use. No round may be
+        in flight. The largest are captured first, so that the smaller ones reuse their memory."""
+        started = time.perf_counter()
+        shape = None if self._head is None else self._head.shape
+        self._hold()
+        if self._short_lived or (shape is None and self._needs_host):
+            return
+        cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
+        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
+        parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
+        before = len(self.recordings)
+        with Progress(len(parts), "recording CUDA graphs", "graph") as bar:
+            for part in parts:
+                if all(one in self.recordings for one in _before(part)):  # else it is tried again at its first use
+                    self._part(part)
+                bar.update()
+        if (made := len(self.recordings) - before) > 0:
+            rows = ", ".join(map(str, self.buckets))
+            logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s", made, rows, time.perf_counter() - started)
 
-    def graph_for(self, requests: Sequence[Request]) -> tuple[Kind, Recorded] | None:
-        """The graph of a round of these requests, and its kind; None if the round has to run eagerly."""
-        kind = self.kind_of(requests)
-        recorded = None if kind is None else self.recordings.of(kind)
-        return None if kind is None or recorded is None else (kind, recorded)
+    # -- rounds that need no host --------------------------------------------------------------------------------------
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
-        """The kind of graph for a round of these requests; None if it has to run eagerly."""
-        reason = self.why_eager(requests)
-        if reason is not None:
-            if reason not in self._said:
-                self._said.add(reason)
-                logger.info("cuda graphs: rounds run eagerly where %s", reason)
+        """The kind of a round of these requests that needs no host; None if it needs the host."""
+        bucket, head = self._bucket_of(len(requests)), self._head
+        if bucket is None or self._needs_host or self._why_eager_choice(requests) is not None:
             return None
-        bucket = next(one for one in self.recordings.buckets if one >= len(requests))
-        drawing = [one.params for one in requests if one.params.temperature > 0]
-        cut = any(map(_is_cut, drawing)) if drawing else None
-        return Kind(bucket, None if self._head is None else self._head.shape, cut)
+        if head is not None and self._why_eager_draft(requests, head) is not None:
+            return None
+        return Kind(bucket, None if head is None else head.shape, _cut(requests))
 
-    def why_eager(self, requests: Sequence[Request]) -> str | None:
-        """Why a round of these requests has no graph; None: it has one."""
-        head, most = self._head, self.recordings.buckets[-1]
-        if len(requests) > most:
-            return f"more than {most} requests run"
-        if any(is_edited(one) or one.params.logprobs is not None for one in requests):
-            return "a request has penalties, biases or min_tokens, or asks for log-probabilities"
-        if any(one.grammar is not None for one in requests):
-            return "a request has a grammar, which the host reads at every node"
-        if head is None:
+    def begin(self, requests: Sequence[Request]) -> Kind | None:
+        """Begin a round. Returns its kind if all of its parts are graphs."""
+        self._count, self._bucket, self._draft = len(requests), self._bucket_of(len(requests)), None
+        self._hold()
+        kind = self.kind_of(requests)
+        return None if kind is None or any(self._part(part) is None for part in kind.parts) else kind
+
+    def padded(self, count: int) -> int:
+        """The rows of a round of `count` requests: those of its graphs, the last ones padding."""
+        return self._bucket_of(count) or count
+
+    def replay(self, kind: Kind) -> Tensor:
+        """Launch all parts. Returns `AcceptedPath.numbers` of the accepted paths."""
+        for part in kind.parts:
+            recorded = self.recordings.made(part)
+            recorded.replay()
+        numbers: Tensor = recorded.result
+        return numbers
+
+    # -- the parts of others -------------------------------------------------------------------------------------------
+
+    def draft(self, shape: DraftShape) -> DraftTree | None:
+        """Draft `shape` in every row of the current round. None if no graph does."""
+        head = self._head
+        assert head is not None
+        if self._bucket is None or (recorded := self._part(Draft(self._bucket, shape))) is None:
             return None
-        if any(map(self._verifier.draws_for, requests)):
-            return f"drafts are drawn (`verify` is {self._verifier.name})"
-        if any(head.shape_of(one) != head.shape for one in requests):
-            return "a request has another draft shape than the engine, or no drafts"
-        if max(head.unread[: len(requests)]) > head.shape.num_steps + 1:
-            return "the head has more unread positions than one round leaves"
-        return None
+        recorded.replay()
+        tree, pending = recorded.result
+        head.pending = Pending([0] * self._count, pending.carry)
+        self._draft, self._source = _first_rows(tree, self._count), shape
+        return self._draft
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the current round's trees are a recorded draft, whose features a recorded choice keeps."""
+        return isinstance(self._source, DraftShape)
+
+    def forward(self, tree: DraftTree) -> TargetStates | None:
+        """The target's states at every node of the current round's trees, and of padding. None if no graph does."""
+        if self._bucket is None:
+            return None
+        if tree is not self._draft:
+            self._source = HostTree.holding(tree.nodes, tree.is_chain)
+        recorded = self._part(Forward(self._bucket, self._source))
+        if recorded is None:
+            return None
+        if isinstance(self._source, HostTree) and self._source != ROOTS:
+            _stage(tree, self._staged[self._bucket, self._source])
+        recorded.replay()
+        states: TargetStates = recorded.result
+        return states
+
+    def choose(self, requests: Sequence[Request]) -> AcceptedPath | None:
+        """Choose and commit after `forward`. Returns the accepted paths of these requests; None if no graph does.
+
+        Features are kept only of recorded drafts (`drafted`)."""
+        assert self._bucket is not None
+        if self._why_eager_choice(requests) is not None:
+            return None
+        recorded = self._part(Choice(self._bucket, self._source, _cut(requests)))
+        if recorded is None:
+            return None
+        recorded.replay()
+        return AcceptedPath(recorded.result[: len(requests)])
+
+    # -- which parts have graphs ---------------------------------------------------------------------------------------
+
+    def _bucket_of(self, count: int) -> int | None:
+        bucket = next((one for one in self.buckets if one >= count), None)
+        if bucket is None:
+            self._say(f"rounds run eagerly where more than {self.buckets[-1]} requests run")
+        return bucket
+
+    def _why_eager_draft(self, requests: Sequence[Request], head: HeadDrafter) -> str | None:
+        why = head.why_eager(requests, own := [head.shape_of(one) for one in requests])
+        if why is None and own[0] != head.shape:
+            why = "requests have another draft shape than the engine"
+        if why is not None:
+            self._say(f"drafts run eagerly where {why}")
+        return why
+
+    def _why_eager_choice(self, requests: Sequence[Request]) -> str | None:
+        """Why the choices of these requests have no graph; None: they have one."""
+        why = None
+        if any(is_edited(one) or one.params.logprobs is not None for one in requests):
+            why = "a request has penalties, biases or min_tokens, or asks for log-probabilities"
+        elif any(one.grammar is not None for one in requests):
+            why = "a request has a grammar, which the host reads at every node"
+        elif any(one.forced_ids for one in requests):
+            why = "the text of a request is given"
+        elif self._head is not None and any(map(self._verifier.draws_for, requests)):
+            why = f"drafts are drawn (`verify` is {self._verifier.name})"
+        if why is not None:
+            self._say(f"tokens are chosen eagerly where {why}")
+        return why
+
+    def _say(self, what: str) -> None:
+        """Log it, once."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.info("cuda graphs: %s", what)
+
+    def _hold(self) -> None:
+        """Allocate what the head leaves unread, before anything is captured that reads it."""
+        if self._head is not None:
+            self.recordings.unread = max(self.recordings.unread, self._head.shape.num_steps + 1)
+        self.recordings.hold()
+
+    # -- captures ------------------------------------------------------------------------------------------------------
+
+    def _part(self, part: Part) -> Recorded | None:
+        """The recording of a part, captured if it is new: it runs on padding rows, then the round's are set again.
+
+        None if it or a part before it could not be captured."""
+        if any(self._part(one) is None for one in _before(part)):
+            return None
+        tried, head = self.recordings.tried, self._head
+        pending = None if head is None else head.pending
+        try:
+            return self.recordings.of(part, partial(self._run, part, self._state.rows(part.bucket)))
+        finally:
+            if self.recordings.tried != tried:
+                if head is not None and pending is not None:
+                    head.pending = pending
+                self.rows_lost()
+
+    def _run(self, part: Part, rows: RoundRows) -> Any:
+        """Run a part on rows whose number is that of its bucket."""
+        head = self._head
+        if isinstance(part, Draft):
+            assert head is not None
+            own, unread = [part.shape] * part.bucket, part.shape.num_steps + 1
+            return head.draft(rows, part.shape, own, DraftSampling(), unread), head.pending
+        tree, pending = self._trees(part.bucket, part.source, rows)
+        if isinstance(part, Forward):
+            return self._forward(rows, tree)
+        forward = self.recordings.made(Forward(part.bucket, part.source))
+        if head is not None and pending is not None:
+            head.pending = pending
+        sampler = recorded_sampler(self._state, part.bucket, part.cut)
+        return self._finish(rows, tree, forward.result, sampler, keep=pending is not None)[0].numbers
+
+    def _trees(self, bucket: int, source: Source, rows: RoundRows) -> tuple[DraftTree, Pending | None]:
+        """The trees that a recorded forward reads, and what the recorded draft has left, if they come from one."""
+        if isinstance(source, DraftShape):
+            tree, pending = self.recordings.made(Draft(bucket, source)).result
+            return tree, pending
+        if source == ROOTS:
+            return root_only(rows.roots), None
+        if (bucket, source) not in self._staged:
+            self._staged[bucket, source] = _empty_trees(bucket, source, rows.roots.device)
+        return self._staged[bucket, source], None
+
+
+def _before(part: Part) -> list[Part]:
+    """The parts whose results a part reads."""
+    if isinstance(part, Choice):
+        return [Forward(part.bucket, part.source)]
+    source = part.source if isinstance(part, Forward) else None
+    return [Draft(part.bucket, source)] if isinstance(source, DraftShape) else []
+
+
+def _cut(requests: Sequence[Request]) -> bool | None:
+    drawing = [one.params for one in requests if one.params.temperature > 0]
+    return any(map(_is_cut, drawing)) if drawing else None
 
 
 def _is_cut(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+TENSORS = ("tokens", "parents", "depths", "mask", "valid")  # of a tree
+
+
+def _first_rows(tree: DraftTree, count: int) -> DraftTree:
+    return replace(tree, **{name: getattr(tree, name)[:count] for name in TENSORS})
+
+
+def _empty_trees(rows: int, size: HostTree, device: torch.device) -> DraftTree:
+    numbers = torch.zeros(rows, size.nodes, dtype=torch.long, device=device)
+    mask = torch.eye(size.nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+    valid = numbers.bool()
+    return DraftTree(numbers, numbers - 1, numbers.clone(), mask, valid, size.nodes - 1, size.is_chain)
+
+
+def _stage(tree: DraftTree, staged: DraftTree) -> None:
+    """Copy the host's trees to where the graph reads them. Nodes beyond theirs are padding."""
+    count, more = len(tree.tokens), staged.nodes - tree.nodes
+    valid = pad(tree.valid, (0, more))
+    for name in TENSORS:
+        value = getattr(tree, name)
+        if more:
+            value = pad(value, (0, more, 0, more) if name == "mask" else (0, more))
+            value = without_padding(value, valid) if name == "mask" else value
+        getattr(staged, name)[:count] = value

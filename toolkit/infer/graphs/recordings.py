@@ -1,55 +1,51 @@
-"""Rounds captured as CUDA graphs, by kind. The host replays a graph with one call.
+"""The parts of rounds captured as CUDA graphs. The host replays a graph with one call.
 
-All kinds are captured at the start, those of another draft shape when it is set (or, while a round is in flight, at
-their first use). The largest bucket is captured
-first, so that the smaller ones reuse its memory pool on a GPU. Lengths, tokens and sampling settings are in static
-buffers, which the host fills before a replay.
+    Draft    the head reads its unread positions and builds the trees
+    Forward  the target reads the trees
+    Choice   the target's choices, the walk, the caches: all that follows
+
+The graphs of a round hand tensors at fixed addresses to each other: trees, hidden states, features. Lengths, tokens and
+sampling settings are in static buffers, which the host fills before a replay. All graphs share one memory pool.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.cache.round_state import RoundRows, RoundState
-from toolkit.infer.drafters.draft_rollout import DraftSampling
+from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_forward import CompiledForward
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import CompileError, EngineError
-from toolkit.infer.verify.sampler import NodeSampler, recorded_sampler
-from toolkit.log import Progress, get_logger
+from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
 WARM_UPS = 2  # runs before the capture: they compile kernels and build tables
+ATTEMPTS = 2  # captures of a part before it runs eagerly for good: memory may be short for a moment
 
 Run = Callable[[], None]
 # Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
 Capture = Callable[[Run], Run]
-Propose = Callable[[RoundRows], DraftTree]
-# The engine's round. Returns `AcceptedPath.numbers` of the accepted paths.
-RunRound = Callable[[RoundRows, Propose, NodeSampler], Tensor]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
 
 
 class BrokenCaptureError(EngineError):
-    """A capture failed half way. torch may still be in capture mode, so no further round is captured."""
+    """A capture could not be ended. torch is still in capture mode, so nothing further is captured."""
 
 
 class CudaCapture:
     """Captures graphs that share one memory pool; they must never run at the same time.
 
-    Raises EngineError if a round synchronises with the device or does anything else that a graph does not support."""
+    Raises EngineError if a part synchronises with the device or does anything else that a graph does not support."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # the type's name differs between torch versions
@@ -66,14 +62,21 @@ class CudaCapture:
                 run()
         except RuntimeError as error:
             raise EngineError(_told(error)) from error
-        graph = torch.cuda.CUDAGraph()
+        graph, failure = torch.cuda.CUDAGraph(), None
+        modes = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:
-            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                run()
-        except RuntimeError as error:  # a synchronisation, or too little memory left by the KV cache
+            with _no_garbage_collection(), torch.cuda.graph(graph, **modes):
+                try:
+                    run()
+                except RuntimeError as error:  # too little memory left by the KV cache: the capture can still be ended
+                    failure = _told(error)  # as text: the exception would keep the part's tensors in memory
+        except RuntimeError as error:  # the capture is invalid, after a synchronisation
             self._failed.append(graph)
             torch.cuda.set_stream(before)  # torch stays on `stream` if it cannot end the capture
-            raise BrokenCaptureError(_told(error)) from error
+            raise BrokenCaptureError(failure or _told(error)) from error
+        if failure is not None:
+            self._failed.append(graph)
+            raise EngineError(failure)
         self._pool = self._pool or graph.pool()
         return graph.replay
 
@@ -91,10 +94,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    # If ending the capture fails too, the original error is its __context__.
-    why = error if error.__context__ is None else f"{error.__context__}; {error}"
     return (
-        f"a round could not be recorded as a CUDA graph ({why}); free memory for it with a smaller "
+        f"a part of a round could not be recorded as a CUDA graph ({error}); free memory for it with a smaller "
         "`mem_fraction_static`, or set `disable_cuda_graph`"
     )
 
@@ -105,97 +106,141 @@ def buckets_up_to(rows: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The rounds that one graph can run. shape None: plain decoding. cut: rows may have top-k, top-p or min-p; None:
-    all rows are greedy."""
+class HostTree:
+    """The size of trees that the host hands to a recorded forward, in place of those of a recorded draft."""
 
-    bucket: int
-    shape: DraftShape | None
-    cut: bool | None
+    nodes: int
+    is_chain: bool
 
-    @property
-    def most_tokens(self) -> int:
-        """The largest number of tokens that a round commits per row."""
-        return 1 if self.shape is None else self.shape.num_steps + 1
+    @classmethod
+    def holding(cls, nodes: int, is_chain: bool) -> HostTree:
+        """The smallest size that such a tree fits in; few sizes for many trees, since each is another graph."""
+        return cls(nodes if nodes <= STEP else -(-nodes // STEP) * STEP, is_chain)
 
     @property
     def name(self) -> str:
-        what = "plain decoding" if self.shape is None else self.shape.name
-        return f"{self.bucket} rows of {what}, {SAMPLING_KINDS[self.cut]}"
+        return f"{self.nodes} nodes from the host"
+
+
+Source = DraftShape | HostTree  # of the trees that the target reads: a recorded draft, or the host
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The drafts of `bucket` rows that all have this shape."""
+
+    bucket: int
+    shape: DraftShape
+
+    @property
+    def name(self) -> str:
+        return f"drafts of {self.bucket} rows, {self.shape.name}"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The target's forward over the trees of `bucket` rows."""
+
+    bucket: int
+    source: Source
+
+    @property
+    def name(self) -> str:
+        return f"the forward of {self.bucket} rows, {self.source.name}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What follows a forward. cut: rows may have top-k, top-p or min-p; None: all rows are greedy."""
+
+    bucket: int
+    source: Source
+    cut: bool | None
+
+    @property
+    def name(self) -> str:
+        return f"the choices of {self.bucket} rows, {self.source.name}, {SAMPLING_KINDS[self.cut]}"
+
+
+Part = Draft | Forward | Choice
 
 
 @dataclass
 class Recorded:
-    """A round and its graph. numbers: `AcceptedPath.numbers` of the last run or replay."""
+    """A part and its graph. result: what the part returned; a replay writes the same tensors."""
 
-    round: Callable[[], Tensor]
-    numbers: Tensor = field(init=False)
+    run: Callable[[], Any]
+    result: Any = field(init=False)
     replay: Run = field(init=False)
 
     def __call__(self) -> None:
-        self.numbers = self.round()
+        self.result = self.run()
 
 
 @dataclass
 class Recordings:
-    """buckets: batch sizes. rows: the engine's largest batch, captured or not. head: None for plain decoding. compiled:
-    the layers of rounds of up to torch_compile_max_bs rows; None: rounds are not compiled."""
+    """The recorded parts. rows: the engine's largest batch, captured or not. unread: the most positions of a row that
+    the head leaves unread. head: None for plain decoding. compiled: the layers of parts of up to torch_compile_max_bs
+    rows; None: parts are not compiled."""
 
-    run_round: RunRound
     state: RoundState
     head: HeadDrafter | None
-    buckets: list[int]
     rows: int
+    unread: int
     capture: Capture | None
     compiled: CompiledForward | None
     torch_compile_max_bs: int
-    _made: dict[Kind, Recorded] = field(default_factory=dict)
-    _failed: set[Kind] = field(default_factory=set)
+    tried: int = 0  # captures so far, failed ones too
+    _made: dict[Part, Recorded] = field(default_factory=dict)
+    _failed: dict[Part, int] = field(default_factory=dict)  # attempts
     _said: set[str] = field(default_factory=set)  # reasons of failures
-    _broken: str | None = None  # why no further round is captured
+    _broken: str | None = None  # why nothing further is captured
     _held: Tensor | None = None  # the buffer of unread features that the graphs use
 
     def __post_init__(self) -> None:
         self._capture = self.capture or CudaCapture()
 
-    def record_all(self, shape: DraftShape | None, *, drawn: bool) -> None:
-        """Capture every bucket of that draft shape, in every kind of sampling or (not drawn) greedy only.
+    def __len__(self) -> int:
+        return len(self._made)
 
-        What is captured already stays.
-        """
-        started = time.perf_counter()
-        distributions = list(SAMPLING_KINDS) if drawn else [None]
-        self._hold(shape)
-        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
-        kinds = [one for one in kinds if one not in self._made and one not in self._failed]
-        if not kinds:
+    def __contains__(self, part: Part) -> bool:
+        return part in self._made
+
+    def made(self, part: Part) -> Recorded:
+        """The recording of a captured part."""
+        return self._made[part]
+
+    def hold(self) -> None:
+        """Allocate the head's input buffers. If they have moved, drop all graphs: they read the old ones."""
+        if self.head is None:
             return
-        with Progress(len(kinds), "recording CUDA graphs", "graph") as bar:
-            for kind in kinds:
-                self.of(kind)
-                bar.update()
-        made, rows = sum(one in self._made for one in kinds), ", ".join(map(str, self.buckets))
-        logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s", made, rows, time.perf_counter() - started)
+        self.head.inputs.hold(self.rows, self.unread)
+        if self.head.inputs.features is not self._held:
+            self._made.clear()
+            self._failed.clear()
+            self._capture = self.capture or CudaCapture()  # a memory pool ends with its graphs
+            self._held = self.head.inputs.features
 
-    def of(self, kind: Kind) -> Recorded | None:
-        """The recording of that kind, captured at its first use. Returns None if the capture failed; the log says why,
-        once for each reason. Raises CompileError."""
-        self._hold(kind.shape)
-        if kind in self._made or kind in self._failed:
-            return self._made.get(kind)
-        why = self._broken or self._try(kind)
+    def of(self, part: Part, run: Callable[[], Any]) -> Recorded | None:
+        """The recording of `run`, captured at its first use on padding rows: then the rows have to be set again.
+
+        Returns None if the capture failed; the log says why, once for each reason. Raises CompileError."""
+        if part in self._made or self._failed.get(part, 0) >= ATTEMPTS:
+            return self._made.get(part)
+        self.tried += 1
+        why = self._broken or self._try(part, run)
         if why is not None:
-            self._failed.add(kind)
+            self._failed[part] = self._failed.get(part, 0) + 1
             if why not in self._said:
-                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", kind.name, why)
+                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", part.name, why)
             self._said.add(why)
-        return self._made.get(kind)
+        return self._made.get(part)
 
-    def _try(self, kind: Kind) -> str | None:
-        """Capture that kind. Returns the reason as text if it failed: the exception would keep the round's frames, and
-        with them its tensors, in memory."""
+    def _try(self, part: Part, run: Callable[[], Any]) -> str | None:
+        """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
+        them its tensors, in memory."""
         try:
-            self._made[kind] = self._record(kind)
+            self._made[part] = self._record(part, run)
         except CompileError:
             raise
         except EngineError as error:
@@ -204,38 +249,17 @@ class Recordings:
             return str(error)
         return None
 
-    def _hold(self, shape: DraftShape | None) -> None:
-        """Allocate the head's input buffers for rounds of that shape. If they move, drop all graphs."""
-        if self.head is None or shape is None:
-            return
-        inputs = self.head.inputs
-        inputs.hold(self.rows, shape.num_steps + 1)
-        if inputs.features is not self._held:  # the buffers grew: the graphs read the old ones
-            self._made.clear()
-            self._failed.clear()
-            self._capture = self.capture or CudaCapture()  # a memory pool ends with its graphs
-            self._held = inputs.features
-
-    def _record(self, kind: Kind) -> Recorded:
+    def _record(self, part: Part, run: Callable[[], Any]) -> Recorded:
         """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
-        rows, sampler = self.state.rows(kind.bucket), recorded_sampler(self.state, kind.bucket, kind.cut)
-        recorded = Recorded(partial(self.run_round, rows, self._propose(kind), sampler))
+        recorded = Recorded(run)
         stores = [] if self.head is None else self.head.inputs.stores
-        before = [store[: kind.bucket].clone() for store in stores]
-        self.state.set_rows([], kind.bucket)
-        self.state.set_tables(0, kind.bucket)
+        before = [store[: part.bucket].clone() for store in stores]
+        self.state.set_rows([], part.bucket)
+        self.state.set_tables(0, part.bucket)
         try:
-            compiled = self.compiled if kind.bucket <= self.torch_compile_max_bs else None
-            run = recorded if compiled is None else compiled.around(recorded)
-            recorded.replay = self._capture(run)
+            compiled = self.compiled if part.bucket <= self.torch_compile_max_bs else None
+            recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
         finally:
             for store, kept in zip(stores, before, strict=True):
-                store[: kind.bucket] = kept
+                store[: part.bucket] = kept
         return recorded
-
-    def _propose(self, kind: Kind) -> Propose:
-        head, shape = self.head, kind.shape
-        if head is None or shape is None:
-            return lambda rows: root_only(rows.roots)
-        own, unread = [shape] * kind.bucket, shape.num_steps + 1
-        return lambda rows: head.draft(rows, shape, own, DraftSampling(), unread)
