@@ -22,6 +22,7 @@ from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.target import Target, describe_target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.agreement import from_main, wait_for_files
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_strict, read_json, write_json
 
@@ -132,11 +133,9 @@ def restore_state(
     Raises `ResumeError` when the state was written with other settings, or under ZeRO-3 by other processes.
     """
     stage = int(engine.zero_optimization_stage())
-    states = stored_states(directory)
-    if not states:
+    newest, position = from_main(accelerator, lambda: _newest(directory))
+    if newest is None or position is None:
         return Position(fingerprint=fingerprint, processes=accelerator.num_processes, zero_stage=stage)
-    newest = states[-1]
-    position = Position(**read_json(newest / POSITION_FILE))
     if position.fingerprint != fingerprint:
         raise ResumeError(
             f"{newest} was written with other settings or data; choose another run_dir, or use the settings of before"
@@ -144,6 +143,7 @@ def restore_state(
     if is_finished(position):
         return position
     check_layout(newest, position, accelerator.num_processes, stage)
+    wait_for_files(newest / POSITION_FILE)  # a state appears whole
     converted = newest
     if position.processes != accelerator.num_processes:
         converted = converted_state(accelerator, engine, newest, position.processes)
@@ -157,6 +157,11 @@ def restore_state(
     log.info("resumed from %s", newest)
     # Those that write the next state.
     return replace(position, processes=accelerator.num_processes, zero_stage=stage)
+
+
+def _newest(directory: Path) -> tuple[Path | None, Position | None]:
+    states = stored_states(directory)
+    return (states[-1], Position(**read_json(states[-1] / POSITION_FILE))) if states else (None, None)
 
 
 def check_layout(state: Path, position: Position, processes: int, stage: int) -> None:
@@ -190,6 +195,7 @@ def converted_state(accelerator: Accelerator, engine: Any, state: Path, processe
         (into / OF_MODEL).parent.mkdir(parents=True)
         torch.save({**_load(state / OF_MODEL), "dp_world_size": accelerator.num_processes}, into / OF_MODEL)
     accelerator.wait_for_everyone()
+    wait_for_files(into / OF_MODEL)
     own["base_optimizer_state"] = dict(joined[0]["base_optimizer_state"])
     places = {name: one._hp_mapping for name, one in engine.module.named_parameters()}
     flat, moments = [], {}
