@@ -307,15 +307,6 @@ class TrainSettings:
         said = f"a process has {share} sequences, which it must divide; choose a divisor"
         check(self, "train.", [("data.micro_batch", whole, said)])
 
-    def idle_settings(self) -> list[str]:
-        """Settings without effect because real_every is null; no error, since an override may have set it."""
-        if self.evaluation.real_every is not None:
-            return []
-        # Fresh rollouts use the first shape.
-        shapes = ("real_shapes",) if self.on_policy.every is None else ()
-        names = ("real_prompts", "real_max_tokens", *shapes, "real_temperatures")
-        return [f"train.evaluation.{name}" for name in changed(self.evaluation, *names)]
-
 
 def changed(section: Any, *names: str) -> list[str]:
     """Return those of `names` whose value is not the default."""

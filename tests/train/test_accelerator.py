@@ -67,17 +67,16 @@ def test_a_loss_or_norm_that_is_not_finite_raises(tmp_path, loss, norm):
         check_finite(3, loss, norm, tmp_path)
 
 
-@pytest.mark.parametrize(("rank", "numbers"), [(2, 1)])
-def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path, rank, numbers):
+def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path):
     """Under ZeRO-3 a process holds a part of each parameter; the last part ends with uninitialised padding. Here 7
     elements lie in three parts of 3."""
     parameter = torch.nn.Parameter(torch.zeros(0))
     parameter.ds_tensor, parameter.ds_numel = torch.full((3,), float("nan")), 7
     model = SimpleNamespace(parameters=lambda: [parameter])
-    accelerator = SimpleNamespace(process_index=rank, device="cpu", reduce=lambda count, how: count)
-    parameter.ds_tensor[:numbers] = 1.0
+    accelerator = SimpleNamespace(process_index=2, device="cpu", reduce=lambda count, how: count)
+    parameter.ds_tensor[0] = 1.0
     check_weights(accelerator, model, 5, tmp_path)
-    parameter.ds_tensor[numbers - 1] = float("inf")
+    parameter.ds_tensor[0] = float("inf")
     with pytest.raises(DivergedError, match="weights after step 5"):
         check_weights(accelerator, model, 5, tmp_path)
 

@@ -70,11 +70,10 @@ def test_the_unroll_equals_a_served_chain(family, targets):
     assert [name for name, one in head.named_parameters() if one.grad is None] == []
 
 
-@pytest.mark.parametrize("family", ["deepseek"])
-def test_a_tuned_module_drafts_what_training_forecasts(family, targets, tmp_path):
+def test_a_tuned_module_drafts_what_training_forecasts(targets, tmp_path):
     """K recursive steps on the target's own answers: acceptance rises, the forecast is the engine's accept_length step
     by step, and the copy of the target with the module accepts the same."""
-    target = targets(family)
+    target = targets("deepseek")
     settings, plan = planned(target, NATIVE)
     prompts = _prompts(target)
     engine = Engine(target)

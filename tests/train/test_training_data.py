@@ -144,24 +144,22 @@ def test_the_curve_is_that_of_online_features(tiny_target, tiny_draft, data, ope
     assert stored[1] == pytest.approx(online[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("layers", [3])
-def test_the_warm_start_reads_the_store(tiny_target, tiny_draft, data, opened, layers):
+def test_the_warm_start_reads_the_store(tiny_target, tiny_draft, data, opened):
     """fc is the regression it is with the target's forward, which never runs (fp32, 1e-3: a solve amplifies
     roundings). Which layer's input it is fitted to, and so what is stored, depends on the head's layers."""
-    config = dataclasses.replace(tiny_draft.head.config, num_hidden_layers=layers)
-    source, heads = opened(layers=layers), [Eagle3Head(config) for _ in range(2)]
+    config = dataclasses.replace(tiny_draft.head.config, num_hidden_layers=3)
+    source, heads = opened(layers=3), [Eagle3Head(config) for _ in range(2)]
     batches = [collate([example], data.pad_id) for example in data.train]
-    r2 = [initialise_from_target(heads[0], tiny_target, tiny_draft.token_map, batches, 0)]
+    initialise_from_target(heads[0], tiny_target, tiny_draft.token_map, batches, 0)
 
     def refuse(*_):
         raise AssertionError("the target's body ran")
 
     hook = tiny_target.body.register_forward_pre_hook(refuse)
     try:
-        r2.append(initialise_from_target(heads[1], tiny_target, tiny_draft.token_map, batches, 0, source))
+        initialise_from_target(heads[1], tiny_target, tiny_draft.token_map, batches, 0, source)
     finally:
         hook.remove()
-    assert r2[0] == pytest.approx(r2[1], rel=1e-2)
     ours, theirs = heads[1].fc.weight, heads[0].fc.weight
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 

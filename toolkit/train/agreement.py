@@ -36,8 +36,8 @@ def from_main(accelerator: Accelerator, look: Callable[[], Seen]) -> Seen:
     if accelerator.is_main_process:
         try:
             answer = [(look(), None)]
-        except Exception as error:
-            answer = [(None, error)]
+        except Exception as failure:
+            answer = [(None, failure)]
     broadcast_object_list(answer, src=0)
     seen, error = answer[0]
     if error is not None:

@@ -97,23 +97,7 @@ class Trainer:
         same_bits = recipe.rollouts.deterministic
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, real_shapes(self.settings), same_bits)
-        data = self.settings.data
-        self.fingerprint = sha256_json(
-            [
-                result_settings(self.settings),
-                recipe.seed,
-                self.target.fingerprint,
-                weights_checksum(self.target, self.accelerator),
-                str(self.target.dtype),
-                *([] if self.target.quantization is None else [self.target.quantization]),
-                *(["deterministic"] if same_bits else []),
-                self.plan.token_map.sha256,
-                sha256_file(rollouts),
-                *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
-                # Draws of anchors depend on these too: a resumed run must cut the same batches.
-                *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
-            ]
-        )
+        self.fingerprint = self._fingerprint(rollouts, world)
         if self.settings.data.pack:
             check_packing(self.target)
         ids, self.stored = self.plan.aux_layer_ids, None
@@ -147,6 +131,26 @@ class Trainer:
             self.fresh = FreshRollouts(
                 recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
             )
+
+    def _fingerprint(self, rollouts: Path, world: int) -> str:
+        """A hash of all that decides the result; a state of another fingerprint is not resumed."""
+        data = self.settings.data
+        return sha256_json(
+            [
+                result_settings(self.settings),
+                self.recipe.seed,
+                self.target.fingerprint,
+                weights_checksum(self.target, self.accelerator),
+                str(self.target.dtype),
+                *([] if self.target.quantization is None else [self.target.quantization]),
+                *(["deterministic"] if self.recipe.rollouts.deterministic else []),
+                self.plan.token_map.sha256,
+                sha256_file(rollouts),
+                *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
+                # Draws of anchors depend on these too: a resumed run must cut the same batches.
+                *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
+            ]
+        )
 
     def micro_batch(self, world: int) -> int:
         return max(1, self.settings.data.global_batch // (world * self.accumulation))
