@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import build_target
 from toolkit.pipeline import train_entry
 from toolkit.train import loop
 from toolkit.train.accelerator import (
@@ -18,6 +19,7 @@ from toolkit.train.accelerator import (
     check_weights,
     lost_process_named,
     set_buckets,
+    weights_checksum,
 )
 
 
@@ -79,6 +81,16 @@ def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path):
     parameter.ds_tensor[0] = float("inf")
     with pytest.raises(DivergedError, match="weights after step 5"):
         check_weights(accelerator, model, 5, tmp_path)
+
+
+def test_the_checksum_knows_each_weight():
+    """A training on other weights of the same name and configuration would go on from the old states."""
+    target, alone = build_target(layers=4), SimpleNamespace()
+    before = weights_checksum(target, alone)
+    assert before == weights_checksum(build_target(layers=4), alone)
+    with torch.no_grad():
+        target.layers[1].mlp.up_proj.weight[3, 4] *= 1.0 + 2**-23
+    assert weights_checksum(target, alone) != before
 
 
 @pytest.mark.parametrize(

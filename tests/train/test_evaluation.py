@@ -18,7 +18,6 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import summarise
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import evaluation
 from toolkit.train.engine_client import check_engine_runs
 from toolkit.train.evaluation import Evaluation, Measurement, has_stopped, update_best
 from toolkit.train.state import Position, best_path
@@ -70,14 +69,6 @@ def test_patience_counts_only_what_decides():
     assert not has_stopped(stopped[-1], replace(FORECASTS_ALONE, evaluation=EvaluationSettings(real_every=None)))
 
 
-def test_the_main_process_decides(monkeypatch):
-    """Under ZeRO-3 all processes gather the best head: a process that decides differently blocks the others."""
-    one = object.__new__(Evaluation)
-    one.side = SimpleNamespace(target=SimpleNamespace(device="cpu"))
-    monkeypatch.setattr(evaluation, "broadcast", lambda tensor: torch.full_like(tensor, 1.6))
-    assert one._from_main(1.2, None) == [1.6, 1.6]
-
-
 STEPS, TOKENS = 3, 32
 SETTINGS = TrainSettings(
     precision="fp32",
@@ -121,17 +112,18 @@ def training(tiny_target, tiny_draft):
 
 def _evaluation(training, directory, rows: list) -> Evaluation:
     model, side, prompts, batch = training
-    accelerator = SimpleNamespace(is_main_process=True, get_state_dict=lambda module: module.state_dict())
+    accelerator = SimpleNamespace(
+        is_main_process=True, num_processes=1, get_state_dict=lambda module: module.state_dict()
+    )
     data, metrics = SimpleNamespace(held_out=[batch]), SimpleNamespace(write=rows.append)
     one = Evaluation(accelerator, side, data, model.head.config, SETTINGS, directory, metrics)
     one.measurement = Measurement(side.target, prompts, SETTINGS, seed=0)
     return one
 
 
-def test_the_engine_measures_the_head_in_training(training, tmp_path, monkeypatch):
+def test_the_engine_measures_the_head_in_training(training, tmp_path):
     """Each shape and temperature has the values of a separate engine, and in fp32 the forecast over the same answers is
     the engine's value. The measurement leaves no hook or inference tensor."""
-    monkeypatch.setattr(evaluation, "broadcast", lambda tensor: tensor)
     model, side, prompts, batch = training
     rows: list = []
     hooks = [len(layer._forward_pre_hooks) for layer in side.target.layers]

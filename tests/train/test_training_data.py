@@ -17,10 +17,11 @@ from toolkit.data.feature_store import FeatureStoreError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.jsonl import DataError
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import training_data as offline
 from toolkit.train.step import TrainedHead, forecast_accept_length, micro_step, supervised_counts
 from toolkit.train.target_side import TargetSide
-from toolkit.train.training_data import Data, read_data
+from toolkit.train.training_data import Data, read_data, read_step
 from toolkit.train.warm_start import initialise_from_target, initialise_random
 from toolkit.train_settings import DataSettings, HeadSettings, TrainSettings
 
@@ -69,6 +70,18 @@ def test_ids_the_target_has_no_rows_for(tiny_target, tmp_path):
     _write(path, [5] * 9, [5, 6, tiny_target.vocab_size, 7])
     with pytest.raises(DataError, match=rf"rollout 1 has ids from 5 to {tiny_target.vocab_size}.*another tokenizer"):
         read_data(SETTINGS, path, tiny_target, seed=0)
+
+
+def test_a_step_s_batches(tiny_target, tmp_path):
+    """Both processes count the whole batch, and the one without a sequence runs a forward without a loss."""
+    path = tmp_path / "rollouts.jsonl"
+    _write(path, [5] * 9, [6] * 9, [7] * 5)
+    data = read_data(SETTINGS, path, tiny_target, seed=0)
+    full, idle = (read_step(data, [1, 0], shares, TokenMap.from_ids([7], 393), 2, False) for shares in ([[1]], [[]]))
+    assert full.counts.tolist() == idle.counts.tolist() == [7 + 3, 6 + 2]
+    assert full.coverage == idle.coverage == pytest.approx(3 / 10)
+    assert full.micro[0].input_ids.tolist() == idle.micro[0].input_ids.tolist() == [[7] * 5]
+    assert full.micro[0].response.any() and not idle.micro[0].response.any()
 
 
 K = 4
