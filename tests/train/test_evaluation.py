@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.data.batches import Example, collate
 from toolkit.errors import TrainError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.engine.engine import Engine
@@ -85,27 +85,14 @@ def training(tiny_target, tiny_draft):
     """A head in training that knows its answers by heart, the prompts, and the batch it learned."""
     generator = torch.Generator().manual_seed(11)
     asked = [torch.randint(3, tiny_target.vocab_size, (4 + at,), generator=generator).tolist() for at in range(8)]
-    engine = Engine(tiny_target)
-    answers = [one.output_ids for one in engine.generate(asked, SamplingParams(max_tokens=TOKENS))]
-    engine.close()
     prompts = [HeldOutPrompt(str(at), ids) for at, ids in enumerate(asked)]
-    texts = [
-        Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * TOKENS)
-        for one, answer in zip(prompts, answers, strict=True)
-    ]
-    batch = collate([replace(text, response=text.response[: len(text.input_ids)]) for text in texts], pad_id=0)
+    batch = answered(asked, answers_of(tiny_target, asked, SamplingParams(max_tokens=TOKENS)))
     token_map = TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     config = Eagle3Config.from_dict({**tiny_draft.head.config.to_dict(), "draft_vocab_size": token_map.size})
     model = TrainedHead(Eagle3Head(config), 0.8)
     initialise_from_target(model.head, tiny_target, token_map, [batch], seed=0)
     side = TargetSide(tiny_target, token_map, config.aux_layer_ids, "fp32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS)
-    for _ in range(50):
-        loss = micro_step(model, side, batch, counts, STEPS).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(model, side, batch, STEPS, updates=50)
     yield model, side, prompts, batch
     side.capture.remove()
 
