@@ -263,7 +263,7 @@ class Trainer:
         # A run that is killed during the rollouts then resumes at this step.
         stored = from_main(self.accelerator, lambda: [state.name for state in stored_states(self.directory)])
         if f"state-{position.step:06d}" not in stored:
-            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+            save_state(self.accelerator, self.directory, position)
         self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
         return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
@@ -295,7 +295,7 @@ class Trainer:
         if forecast or real:
             position = self.evaluation(self.model, position, forecast=forecast, real=real)
         if stored or has_stopped(position, self.settings):
-            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+            save_state(self.accelerator, self.directory, position)
         return position
 
     def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:

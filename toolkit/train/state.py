@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # pipeline stages before training import this file without ac
 log = get_logger(__name__)
 
 POSITION_FILE = "position.json"
+KEPT_STATES = 2  # the newest may be lost with the machine that wrote it
 # As accelerate and DeepSpeed name them.
 OF_MODEL, FLAT = "pytorch_model/mp_rank_00_model_states.pt", "single_partition_of_fp32_groups"
 Weights = Mapping[str, torch.Tensor]
@@ -64,8 +65,8 @@ class Position:
     zero_stage: int = 2
 
 
-def save_state(accelerator: Accelerator, directory: Path, position: Position, keep: int) -> None:
-    """Write `state-<step>` atomically and delete all but the newest `keep` states. All processes must call this."""
+def save_state(accelerator: Accelerator, directory: Path, position: Position) -> None:
+    """Write `state-<step>` atomically and delete all but the newest `KEPT_STATES`. All processes must call this."""
     final = directory / f"state-{position.step:06d}"
     part = final.with_suffix(".part")
     if accelerator.is_main_process:
@@ -81,7 +82,7 @@ def save_state(accelerator: Accelerator, directory: Path, position: Position, ke
         write_json(part / POSITION_FILE, asdict(position))
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        for old in stored_states(directory)[:-keep]:
+        for old in stored_states(directory)[:-KEPT_STATES]:
             shutil.rmtree(old)
         drop_unneeded_bests(directory)
     accelerator.wait_for_everyone()
