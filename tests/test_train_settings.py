@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import pytest
 
-from tests.test_recipe import MINIMAL, refused, write
+from tests.test_recipe import refused
 from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
 from toolkit.train_settings import DataSettings, TrainSettings
 
@@ -53,22 +50,3 @@ def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str
     assert load_recipe(DEMO_RECIPE, off).train.target == "sharded"
     told = refused(DEMO_RECIPE, *off, override)
     assert f"{override.partition('=')[0]} = " in told and "sharded" in told
-
-
-def test_settings_of_a_measurement_that_is_off_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They would look as if they had been tried; they may stand in a recipe whose measurements are off for once."""
-    path = write(
-        tmp_path, MINIMAL + "train: {evaluation: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}}\n"
-    )
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    load_recipe(path)
-    load_recipe(
-        path, ["train.on_policy.every=9", "train.evaluation.real_prompts=8", "train.evaluation.real_every=null"]
-    )
-    assert not caplog.messages, "fresh rollouts are drafted with the first shape"
-    load_recipe(path, ["train.evaluation.real_every=null"])
-    for name in ("real_prompts", "real_shapes"):
-        assert f"train.evaluation.{name} has no effect, since train.evaluation.real_every is null" in caplog.text
-    assert "max_tokens" not in caplog.text, "as by default"

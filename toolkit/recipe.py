@@ -16,14 +16,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
-from toolkit.log import get_logger
 from toolkit.recipe_fields import EachOnce, HeadName, OneOrSome, ShapeOrAdaptive, Some, setting
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
 from toolkit.train_settings import TrainSettings
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
-log = get_logger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO_RECIPE = REPOSITORY / "recipes" / "smollm2-135m.yaml"  # of a clone; an installed package has no recipes
 
@@ -217,8 +215,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
         recipe = build(Recipe, tree)
     except RecipeError as error:
         raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
-    for name in recipe.train.idle_settings():
-        log.warning("%s: %s has no effect, since train.evaluation.real_every is null", path, name)
     return recipe
 
 

@@ -165,8 +165,9 @@ class OnPolicySettings:
 class TrackingSettings:
     """Where metrics are logged, in addition to metrics.jsonl."""
 
-    wandb: bool = setting(False, "log to Weights & Biases", not_in_fingerprint=True)
-    wandb_project: str = setting("toolkit", "the project on Weights & Biases", not_in_fingerprint=True)
+    wandb: bool = setting(
+        False, "log to Weights & Biases, to the project of WANDB_PROJECT, else toolkit", not_in_fingerprint=True
+    )
     tensorboard: bool = setting(False, "write TensorBoard events to the run folder", not_in_fingerprint=True)
 
 
@@ -190,9 +191,6 @@ class TrainSettings:
         not_in_fingerprint=True,
     )
     save_every: PositiveInt = setting(50, "optimizer steps between two training states", not_in_fingerprint=True)
-    keep_states: PositiveInt = setting(
-        2, "keep the newest N training states, from which an interrupted training resumes", not_in_fingerprint=True
-    )
     head: HeadSettings = field(default_factory=HeadSettings)
     unroll: UnrollSettings = field(default_factory=UnrollSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -306,15 +304,6 @@ class TrainSettings:
         whole = share <= data.micro_batch or share % data.micro_batch == 0
         said = f"a process has {share} sequences, which it must divide; choose a divisor"
         check(self, "train.", [("data.micro_batch", whole, said)])
-
-    def idle_settings(self) -> list[str]:
-        """Settings without effect because real_every is null; no error, since an override may have set it."""
-        if self.evaluation.real_every is not None:
-            return []
-        # Fresh rollouts use the first shape.
-        shapes = ("real_shapes",) if self.on_policy.every is None else ()
-        names = ("real_prompts", "real_max_tokens", *shapes, "real_temperatures")
-        return [f"train.evaluation.{name}" for name in changed(self.evaluation, *names)]
 
 
 def changed(section: Any, *names: str) -> list[str]:

@@ -82,7 +82,9 @@ def test_features_of_other_settings(tmp_path: Path, caplog, monkeypatch, key: st
         FeatureStore(tmp_path, changed)
     assert len(FeatureStore.start(tmp_path, SPEC)) == len(TEXTS)
     store = FeatureStore.start(tmp_path, changed)
-    assert len(store) == 0 and not list(tmp_path.glob("shard-*")) and f"replaced ({key} " in caplog.text
+    assert len(store) == 0 and not list(tmp_path.glob("shard-*")) and f"other settings ({key} " in caplog.text
+    (aside,) = tmp_path.parent.glob(f"replaced/*/{tmp_path.name}")
+    assert len(FeatureStore(aside, SPEC)) == len(TEXTS), "nothing is deleted"
 
 
 def test_a_lack_of_space_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:

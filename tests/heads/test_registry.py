@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, load_draft, save_draft
 from toolkit.checkpoint.open_head import FORMATS, exported
-from toolkit.data.batches import Example, collate
 from toolkit.errors import ExportError
 from toolkit.head_kinds import HEAD_KINDS, HeadKind
 from toolkit.heads.decoder_layer import DecoderLayer, Rope
@@ -23,7 +23,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
-from toolkit.train.step import micro_step, replayed_steps, supervised_counts
+from toolkit.train.step import replayed_steps
 from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
@@ -115,22 +115,15 @@ def test_a_new_kind_trains_is_stored_and_served(registered, tiny_target, tiny_ta
     assert plan.aux_layer_ids == (tiny_target.n_layers,), "the last layer's output, before the final norm"
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, tiny_target.vocab_size, (6,), generator=generator).tolist() for _ in range(6)]
-    plain = Engine(tiny_target, None)
-    written = [one.output_ids for one in plain.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))]
-    plain.close()
-    texts = zip(prompts, written, strict=True)
-    batch = collate([Example("", p + a, [False] * len(p) + [True] * len(a)) for p, a in texts], 0)
+    written = answers_of(tiny_target, prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    batch = answered(prompts, written)
 
     head = start_head(plan, settings, tiny_target, 0, [batch])
     copied = head.layers[0].mlp.up_proj.weight
     assert torch.equal(copied, tiny_target.layers[-2].mlp.up_proj.weight) and head.join.weight.abs().max() > 0.1
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, head, side.teacher)
-    optimizer, counts = torch.optim.AdamW(model.parameters(), lr=3e-3), supervised_counts(batch, STEPS)
-    for _ in range(40):
-        optimizer.zero_grad()
-        micro_step(model, side, batch, counts, STEPS).loss.backward()
-        optimizer.step()
+    fit(model, side, batch, STEPS, updates=40)
 
     directory = save_draft(tmp_path / "ckpt", head.state_dict(), plan.config, None, {})
     draft = load_draft(directory)

@@ -9,14 +9,18 @@ import pytest
 import torch
 import yaml
 
+from toolkit.data.batches import Batch, Example, collate
 from toolkit.data.conversations import Conversation
 from toolkit.data.rollouts import write_rollouts
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import RolloutSettings
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.engine_client import engine_generate
+from toolkit.train.step import TrainedHead, micro_step, supervised_counts
+from toolkit.train.target_side import TargetSide
 
 
 @torch.no_grad()
@@ -27,6 +31,30 @@ def greedy(target: Target, prompt: list[int], tokens: int) -> list[int]:
         if ids[-1] in target.stop_ids:
             break
     return ids[len(prompt) :]
+
+
+def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """What the engine writes without a head."""
+    engine = Engine(target)
+    requests = engine.generate(prompts, params)
+    engine.close()
+    return [one.output_ids for one in requests]
+
+
+def answered(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
+    """Supervised are the answers."""
+    texts = zip(prompts, answers, strict=True)
+    return collate([Example("", p + a, [False] * len(p) + [True] * len(a)) for p, a in texts], pad_id=0)
+
+
+def fit(model: TrainedHead, side: TargetSide, batch: Batch, steps: int, updates: int, rate: float = 3e-3) -> None:
+    """Train a head on one batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    counts = supervised_counts(batch, steps)
+    for _ in range(updates):
+        optimizer.zero_grad()
+        micro_step(model, side, batch, counts, steps).loss.backward()
+        optimizer.step()
 
 
 def write_tiny_rollouts(target: Target, path: Path, count: int = 24, tokens: int = 24) -> None:

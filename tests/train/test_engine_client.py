@@ -65,8 +65,7 @@ def test_leaving_early_frees_the_engine(engine: Engine, tiny_target: Target) -> 
     assert not engine.has_work()
 
 
-@pytest.mark.parametrize("fails", [True])
-def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, memory that torch caches, or an engine that is still referenced, leaves too little for the next step.
     So the cache is emptied before the engine is built and again after it is freed."""
     alive: list[weakref.ref] = []
@@ -82,17 +81,13 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
 
     def use(engine: Engine) -> list[int]:
         (request,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
-        if fails:
-            raise RuntimeError(f"after {len(request.output_ids)} tokens")
         return list(request.output_ids)
 
     gc.disable()
     try:
         config = EngineConfig(max_running_requests=1, context_length=64)
         written = engine_client.with_engine(use, config, tiny_target, tiny_draft)
-        assert len(written) == 4 and not fails and emptied == [[], [False]]
-    except RuntimeError as error:
-        assert str(error) == "after 4 tokens" and fails and len(emptied) == 2
+        assert len(written) == 4 and emptied == [[], [False]]
     finally:
         gc.enable()
 
@@ -208,12 +203,11 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
     assert not {one.id for one in other} & {one.id for one in chosen}, "no prompt twice before all once"
 
 
-@pytest.mark.parametrize("count", [3])
-def test_shares_make_the_same_file(processes, model, count):
+def test_shares_make_the_same_file(processes, model):
     """Several processes: each answers its share with the main one's head, and together they write what one would."""
     (alone,) = processes(1, "one")
     alone.write(STEP, model)
-    group = processes(count, "many")
+    group = processes(3, "many")
     drafts = [one._share_head(STEP, model) for one in group]
     for draft in drafts:
         assert all(torch.equal(mine, theirs) for mine, theirs in _pairs(draft.head, model.head))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.data.batches import Example, collate
 from toolkit.errors import TrainError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.engine.engine import Engine
@@ -18,7 +18,6 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import summarise
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train import evaluation
 from toolkit.train.engine_client import check_engine_runs
 from toolkit.train.evaluation import Evaluation, Measurement, has_stopped, update_best
 from toolkit.train.state import Position, best_path
@@ -70,15 +69,6 @@ def test_patience_counts_only_what_decides():
     assert not has_stopped(stopped[-1], replace(FORECASTS_ALONE, evaluation=EvaluationSettings(real_every=None)))
 
 
-@pytest.mark.parametrize(("mine", "of_main", "kept"), [(1.2, 1.6, True)])
-def test_the_main_process_decides(monkeypatch, mine, of_main, kept):
-    """Under ZeRO-3 all processes gather the best head: a process that decides differently blocks the others."""
-    one = object.__new__(Evaluation)
-    one.side = SimpleNamespace(target=SimpleNamespace(device="cpu"))
-    monkeypatch.setattr(evaluation, "broadcast", lambda tensor: torch.full_like(tensor, of_main))
-    assert [value > 1.4 for value in one._from_main(mine, None)] == [kept, kept]
-
-
 STEPS, TOKENS = 3, 32
 SETTINGS = TrainSettings(
     precision="fp32",
@@ -95,44 +85,32 @@ def training(tiny_target, tiny_draft):
     """A head in training that knows its answers by heart, the prompts, and the batch it learned."""
     generator = torch.Generator().manual_seed(11)
     asked = [torch.randint(3, tiny_target.vocab_size, (4 + at,), generator=generator).tolist() for at in range(8)]
-    engine = Engine(tiny_target)
-    answers = [one.output_ids for one in engine.generate(asked, SamplingParams(max_tokens=TOKENS))]
-    engine.close()
     prompts = [HeldOutPrompt(str(at), ids) for at, ids in enumerate(asked)]
-    texts = [
-        Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * TOKENS)
-        for one, answer in zip(prompts, answers, strict=True)
-    ]
-    batch = collate([replace(text, response=text.response[: len(text.input_ids)]) for text in texts], pad_id=0)
+    batch = answered(asked, answers_of(tiny_target, asked, SamplingParams(max_tokens=TOKENS)))
     token_map = TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     config = Eagle3Config.from_dict({**tiny_draft.head.config.to_dict(), "draft_vocab_size": token_map.size})
     model = TrainedHead(Eagle3Head(config), 0.8)
     initialise_from_target(model.head, tiny_target, token_map, [batch], seed=0)
     side = TargetSide(tiny_target, token_map, config.aux_layer_ids, "fp32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS)
-    for _ in range(50):
-        loss = micro_step(model, side, batch, counts, STEPS).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(model, side, batch, STEPS, updates=50)
     yield model, side, prompts, batch
     side.capture.remove()
 
 
 def _evaluation(training, directory, rows: list) -> Evaluation:
     model, side, prompts, batch = training
-    accelerator = SimpleNamespace(is_main_process=True, get_state_dict=lambda module: module.state_dict())
+    accelerator = SimpleNamespace(
+        is_main_process=True, num_processes=1, get_state_dict=lambda module: module.state_dict()
+    )
     data, metrics = SimpleNamespace(held_out=[batch]), SimpleNamespace(write=rows.append)
     one = Evaluation(accelerator, side, data, model.head.config, SETTINGS, directory, metrics)
     one.measurement = Measurement(side.target, prompts, SETTINGS, seed=0)
     return one
 
 
-def test_the_engine_measures_the_head_in_training(training, tmp_path, monkeypatch):
+def test_the_engine_measures_the_head_in_training(training, tmp_path):
     """Each shape and temperature has the values of a separate engine, and in fp32 the forecast over the same answers is
     the engine's value. The measurement leaves no hook or inference tensor."""
-    monkeypatch.setattr(evaluation, "broadcast", lambda tensor: tensor)
     model, side, prompts, batch = training
     rows: list = []
     hooks = [len(layer._forward_pre_hooks) for layer in side.target.layers]

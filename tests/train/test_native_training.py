@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
-from tests.train.test_parity import _batch, _prompts
+from tests.train.conftest import answered, answers_of, fit
+from tests.train.test_parity import _prompts
 from tests.train.test_ttt import _served_chain
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.launch_lines import Shape
@@ -22,7 +23,7 @@ from toolkit.targets.load import read_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import native_head, plan_head, start_head, trained_head
 from toolkit.train.loss import step_weights
-from toolkit.train.step import forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.step import forecast_accept_length, replayed_steps
 from toolkit.train.target_side import TargetSide
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
@@ -70,27 +71,18 @@ def test_the_unroll_equals_a_served_chain(family, targets):
     assert [name for name, one in head.named_parameters() if one.grad is None] == []
 
 
-@pytest.mark.parametrize("family", ["deepseek"])
-def test_a_tuned_module_drafts_what_training_forecasts(family, targets, tmp_path):
+def test_a_tuned_module_drafts_what_training_forecasts(targets, tmp_path):
     """K recursive steps on the target's own answers: acceptance rises, the forecast is the engine's accept_length step
     by step, and the copy of the target with the module accepts the same."""
-    target = targets(family)
+    target = targets("deepseek")
     settings, plan = planned(target, NATIVE)
     prompts = _prompts(target)
-    engine = Engine(target)
-    answers = [one.output_ids for one in engine.generate(prompts, SamplingParams(max_tokens=TOKENS))]
-    engine.close()
-    batch = _batch(prompts, answers)
+    answers = answers_of(target, prompts, SamplingParams(max_tokens=TOKENS))
+    batch = answered(prompts, answers)
     side = TargetSide(target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, native_head(target), side.teacher)
     before = forecast_accept_length(model, side, [batch], STEPS).accept_length
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    counts = supervised_counts(batch, STEPS)
-    for _ in range(40):
-        loss, *_ = micro_step(model, side, batch, counts, STEPS)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(model, side, batch, STEPS, updates=40, rate=2e-3)
     model.head.eval().requires_grad_(False)
     forecast = forecast_accept_length(model, side, [batch], STEPS)
     assert forecast.accept_length > before + 0.3

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.data.batches import Example, collate
 from toolkit.heads.dspark import DSparkHead
 from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
@@ -17,7 +17,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import HeadPlan, plan_head, start_head, trained_head
 from toolkit.train.state import head_of
-from toolkit.train.step import forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.step import forecast_accept_length, replayed_steps
 from toolkit.train.target_side import TargetSide
 from toolkit.train.ttt import unroll, unroll_blocks
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
@@ -38,14 +38,6 @@ def _prompts(target) -> list[list[int]]:
     return [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _batch(prompts, answers):
-    examples = [
-        Example(str(index), prompt + answer, [False] * len(prompt) + [True] * len(answer))
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    return collate(examples, pad_id=0)
-
-
 SLOW = ("mtp-two-layers",)
 
 
@@ -59,20 +51,11 @@ def trained(request, tiny_target):
         settings, tiny_target, TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     )
     prompts = _prompts(tiny_target)
-    engine = Engine(tiny_target)
-    answers = [request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=TOKENS))]
-    engine.close()
-    batch = _batch(prompts, answers)
+    batch = answered(prompts, answers_of(tiny_target, prompts, SamplingParams(max_tokens=TOKENS)))
     head = start_head(plan, settings, tiny_target, 0, [batch])
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     model = trained_head(plan, settings, head, side.teacher)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    counts = supervised_counts(batch, STEPS)
-    for _ in range(45):
-        loss, *_ = micro_step(model, side, batch, counts, STEPS)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(model, side, batch, STEPS, updates=45)
     head.eval().requires_grad_(False)
     yield model, side, DraftCheckpoint(head=head, token_map=plan.token_map), prompts
     side.capture.remove()
@@ -91,7 +74,7 @@ def test_the_forecast_is_the_engine(tiny_target, trained, temperature):
     requests = engine.generate(prompts, params)
     engine.close()
     served = [[event.accepted for event in request.events if not event.truncated] for request in requests]
-    batch = _batch(prompts, [request.output_ids for request in requests])
+    batch = answered(prompts, [request.output_ids for request in requests])
     assert replayed_steps(model, side, [batch], STEPS) == served
     accepted = {count for steps in served for count in steps}
     assert accepted == set(range(STEPS + 1)), "chains of every depth must occur, else little is compared"
@@ -120,7 +103,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
     for row, request in enumerate(engine._running):
         written = request.prompt_ids + request.output_ids
         root = len(written) - 2
-        inputs = side.inputs(_batch([written + tree.tokens[row, 1:].tolist()], [[0, 0]]), STEPS)
+        inputs = side.inputs(answered([written + tree.tokens[row, 1:].tolist()], [[0, 0]]), STEPS)
         with torch.no_grad():
             steps = (unroll_blocks if block else unroll)(model.head, inputs.aux, inputs.embeds, STEPS)
             states = torch.stack([state[0, root] for state in steps])
@@ -136,7 +119,7 @@ def test_a_copy_of_the_weights_forecasts_as_the_head_in_training(tiny_target, tr
     """What a head holds of the target (the embedding of a mask) is not among its weights."""
     model, side, draft, prompts = trained
     config = draft.head.config
-    batch = _batch(prompts, [prompt[:1] * 8 for prompt in prompts])
+    batch = answered(prompts, [prompt[:1] * 8 for prompt in prompts])
     plan = HeadPlan(config, draft.token_map, config.features.layer_ids(tiny_target.n_layers))
     head = HeadSettings(kind=draft.kind, layers=config.layers * config.mtp_layers)
     settings = TrainSettings(head=head, unroll=UnrollSettings(ttt_steps=STEPS))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from toolkit.errors import ResumeError, TrainError
 from toolkit.train.metrics import Metrics
-from toolkit.train.state import best_path, drop_unneeded_bests, is_of_other_layout, sole_trainer, stored_states
+from toolkit.train.state import Position, best_path, check_layout, drop_unneeded_bests, sole_trainer, stored_states
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import write_json
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def _state(directory: Path, step: int, best: int) -> Path:
@@ -49,21 +46,14 @@ def test_two_trainings_in_one_folder(tmp_path):
         pass
 
 
-def test_a_state_of_zero_3_is_named(tmp_path):
-    """Its parts have another layout: read as those of ZeRO-2 they would give other weights. It is converted to that."""
-    part = tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    part.parent.mkdir()
-    torch.save({"optimizer_state_dict": {"zero_stage": 3}}, part)
-
-    def other(processes: int, stage: int) -> bool:
-        engine = SimpleNamespace(zero_optimization_stage=lambda: stage)
-        return is_of_other_layout(SimpleNamespace(num_processes=processes), engine, tmp_path, processes=2)
-
-    assert not other(2, 3) and other(2, 2) and other(1, 2)
-    with pytest.raises(
-        ResumeError, match="launch 2 processes under ZeRO-3 to resume it .*, or any number under ZeRO-2"
-    ):
-        other(1, 3)
+def test_a_state_of_zero_3_needs_its_own_processes(tmp_path):
+    """Its parts have another layout: read as those of ZeRO-2 they would give other weights."""
+    of_two = Position(processes=2, zero_stage=3)
+    check_layout(tmp_path, of_two, 2, 3)
+    check_layout(tmp_path, replace(of_two, zero_stage=2), 1, 1)
+    for processes, stage in ((1, 3), (2, 2)):
+        with pytest.raises(ResumeError, match="launch 2 processes under ZeRO-3 to resume it"):
+            check_layout(tmp_path, of_two, processes, stage)
 
 
 def test_metrics_hold_no_nan_and_rewind(tmp_path):

@@ -20,6 +20,7 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -125,20 +126,21 @@ class FeatureStore:
     def start(cls, folder: Path, spec: FeatureSpec, positions: int = 0) -> FeatureStore:
         """Open the store of `spec` in this folder for writing. No other process may write to it during this call.
 
-        positions: the number it will hold. Features of another spec are removed with a warning that lists the
-        differences; if the new ones would not fit even then, `FeatureStoreError` is raised and nothing is removed.
-        Incomplete files of killed writers are removed, too.
+        positions: the number it will hold. Features of another spec are moved to `replaced/` beside the folder, with a
+        warning that lists the differences; if the new ones do not fit beside them, `FeatureStoreError` is raised and
+        nothing is moved. Incomplete files of killed writers are removed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         stale = spec.within(read_json(path)).differences(read_json(path)) if path.is_file() else []
         if stale:
-            _check_room(folder, spec, positions, freed=sum(shard.stat().st_size for shard in folder.glob(SHARDS)))
-            log.warning("%s: features of other settings are replaced (%s)", folder, "; ".join(stale))
-        if stale or not path.is_file():
-            path.unlink(missing_ok=True)  # first, so that a kill here leaves no shards with a wrong manifest
-            for shard in folder.glob(SHARDS):
-                shard.unlink()
+            _check_room(folder, spec, positions)
+            aside = folder.parent / "replaced" / f"{datetime.now():%Y%m%d-%H%M%S-%f}" / folder.name
+            log.warning("%s: features of other settings (%s) are moved to %s", folder, "; ".join(stale), aside)
+            aside.parent.mkdir(parents=True)
+            folder.rename(aside)
+            folder.mkdir()
+        if not path.is_file():
             write_json(path, spec.to_json())
         for leftover in (*folder.glob(".*.part"), *folder.glob(".tmp*")):
             leftover.unlink()
@@ -217,17 +219,16 @@ class FeatureStore:
         _check_room(self.folder, self.spec, tokens, qualifier)
 
 
-def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "", freed: int = 0) -> None:
-    each, free = spec.bytes_per_token, shutil.disk_usage(folder).free + freed
+def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "") -> None:
+    each, free = spec.bytes_per_token, shutil.disk_usage(folder).free
     need = f"{qualifier}{_size(each * tokens)} ({each} bytes per token x {tokens} tokens)"
-    where = f"{folder}, where {_size(free)} are free" + (" after removing those of other settings" if freed else "")
+    where = f"{folder}, where {_size(free)} are free"
     if each * tokens > free:
         raise FeatureStoreError(
             f"features need {need} in {where}; free some space, lower train.data.max_length, or set "
             "train.data.features: online (and rollouts.keep_features: false)"
         )
-    if not freed:
-        log.info("features: %s in %s", need, where)
+    log.info("features: %s in %s", need, where)
 
 
 class FeatureWriter:

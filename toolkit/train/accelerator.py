@@ -20,6 +20,7 @@ import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -32,6 +33,7 @@ from toolkit.targets.load import layer_bytes, shard_layers
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.train.state import stored_states
+from toolkit.weights import sha256_json
 
 log = get_logger(__name__)
 
@@ -272,6 +274,20 @@ def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Targ
         "the target's layers are sharded over %d processes: this process holds %d of %d bytes", processes, local, total
     )
     return target
+
+
+@torch.no_grad()
+def weights_checksum(target: Target, accelerator: Accelerator) -> str:
+    """A hash of the target's weights, also of sharded ones: the sums of each tensor's bits, which are exact whatever
+    the order and the number of parts. All processes must call this."""
+    sums = []
+    for value in target.model.state_dict().values():
+        sharded = isinstance(value, DTensor)
+        local = value.to_local() if sharded else value
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+        bits = local.contiguous().view(whole).sum(dtype=torch.int64)
+        sums.append(accelerator.reduce(bits, "sum") if sharded else bits)
+    return sha256_json(torch.stack([one.cpu() for one in sums]).tolist())
 
 
 def _load(recipe: Recipe, device: str, place: str) -> Target:

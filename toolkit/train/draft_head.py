@@ -133,9 +133,8 @@ def start_head(
     else:
         columns = head.warm_start().solved.in_features
         taken = regression_batches(batches, columns, settings.head.start_tokens)
-        r2 = initialise_from_target(head, target, plan.token_map, taken, seed, stored)
-        fit = "" if r2 is None else f"; R2 of the regression for its input layer: {r2:.2f}"
-        log.info("the head starts from the target's weights%s", fit)
+        initialise_from_target(head, target, plan.token_map, taken, seed, stored)
+        log.info("the head starts from the target's weights")
     if own_vocabulary and settings.head.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head

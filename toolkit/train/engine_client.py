@@ -42,6 +42,7 @@ from toolkit.log import get_logger
 from toolkit.recipe import Recipe
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.agreement import from_main, wait_for_files
 from toolkit.train.state import as_draft, gathered_weights, in_dtype
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
@@ -171,14 +172,14 @@ class FreshRollouts:
         """Write the missing rollouts of `step` with the current head; return their statistics (`_stats`). All processes
         must call this."""
         path, accelerator = self.path(step), self.accelerator
-        accelerator.wait_for_everyone()
-        if not path.is_file():
+        if not from_main(accelerator, path.is_file):
             self._write_shares(step, self._share_head(step, model))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 self._gather_shares(step)
             accelerator.wait_for_everyone()
-        return read_json(_stats_path(path))
+        wait_for_files(path)  # the next batches are of it
+        return from_main(accelerator, lambda: read_json(_stats_path(path)))
 
     def _share_head(self, step: int, model: torch.nn.Module) -> DraftCheckpoint:
         """The head as a draft checkpoint on every process. A file carries the weights: under ZeRO-3 only the main
@@ -188,6 +189,7 @@ class FreshRollouts:
         if self.accelerator.is_main_process:
             save_tensors(path, in_dtype(weights, self.config, self.target.dtype))
         self.accelerator.wait_for_everyone()
+        wait_for_files(path)
         return as_draft(load_tensors(path), self.config, self.token_map, self.target)
 
     def _write_shares(self, step: int, draft: DraftCheckpoint) -> None:
@@ -230,15 +232,14 @@ class FreshRollouts:
         Memory: the rows of one step, one for each prompt.
         """
         path = self.path(step)
-        shares = [
-            RolloutPaths(share)
-            for rank in range(self.accelerator.num_processes)
-            if (share := self._share_path(step, rank)).is_file()
-        ]
-        rows = sorted((row for share in shares for _, row in read_rows(share.rows)), key=lambda row: row["id"])
-        skipped = [row for share in shares if share.skipped.is_file() for _, row in read_rows(share.skipped)]
+        writers = min(self.accelerator.num_processes, len(self.prompts(step)[0]))
+        shares = [RolloutPaths(self._share_path(step, rank)) for rank in range(writers)]
+        wait_for_files(*(share.stats for share in shares))
         measured = [read_json(share.stats) for share in shares]
-        write_json(_stats_path(path), _stats(rows, len(skipped), measured))
+        wait_for_files(*(share.rows for share, stats in zip(shares, measured, strict=True) if stats["rollouts"]))
+        written = [row for share in shares if share.rows.is_file() for _, row in read_rows(share.rows)]
+        rows = sorted(written, key=itemgetter("id"))
+        write_json(_stats_path(path), _stats(rows, measured))
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
             for row in rows:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -255,7 +256,7 @@ def _stats_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}_stats.json")
 
 
-def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _stats(rows: Sequence[Mapping[str, Any]], shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """tokens: response tokens. tokens_per_s: of all processes together, prefill included, since the last resume.
     accept_length: over the verify steps with drafts; None without any."""
     steps = sum(row["drafting"]["verify_steps"] for row in rows)
@@ -263,7 +264,7 @@ def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Map
     seconds = max((share["last_run"]["seconds"] for share in shares), default=0.0)
     return {
         "rollouts": len(rows),
-        "skipped": skipped,
+        "skipped": sum(sum(share["skipped"].values()) for share in shares),
         "tokens": sum(end - start for row in rows for start, end in row["response_spans"]),
         "tokens_per_s": sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
         "accept_length": 1 + accepted / steps if steps else None,

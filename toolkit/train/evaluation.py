@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 
 from toolkit.bench.bootstrap import Forecast, ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -29,6 +28,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import AcceptanceStats, summarise
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
+from toolkit.train.agreement import from_main
 from toolkit.train.engine_client import real_shapes, with_engine
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import Position, Weights, as_draft, best_path, gathered_weights, in_dtype
@@ -169,10 +169,10 @@ class Evaluation:
             predicted = result.accept_length
             self.metrics.write({"step": position.step, **forecast_row(result)})
         if real:
-            weights = gathered_weights(self.accelerator, model)
-            if self.accelerator.is_main_process:
-                value = self._measure(position.step, weights)
-        predicted, value = self._from_main(predicted, value)
+            gathered = weights = gathered_weights(self.accelerator, model)
+            value = from_main(self.accelerator, lambda: self._measure(position.step, gathered))
+        # A process that rounded differently could decide otherwise, and miss a collective.
+        predicted = from_main(self.accelerator, lambda: predicted)
         position = update_best(position, predicted, value, self.settings)
         if position.best_step == position.step:
             weights = gathered_weights(self.accelerator, model) if weights is None else weights
@@ -188,12 +188,6 @@ class Evaluation:
         if self.accelerator.is_main_process:
             log.info("before training: %s", describe_best(position, self.settings))
         return replace(position, initial_forecast=position.best_forecast, initial_real=position.best_real)
-
-    def _from_main(self, *values: float | None) -> list[float | None]:
-        """The main process's values on all processes, so that all take the same branches. A process that rounded
-        differently could otherwise miss a collective."""
-        sent = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=self.side.target.device)
-        return [value or None for value in broadcast(sent).tolist()]
 
     def _measure(self, step: int, weights: Weights) -> float | None:
         """Measure with the engine; returns the mean accept_length. Metrics and log get each shape and temperature."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +28,9 @@ from toolkit.train.accelerator import (
     prepared,
     training_device,
     training_precision,
+    weights_checksum,
 )
+from toolkit.train.agreement import from_main, wait_for_files
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
 from toolkit.train.engine_client import FreshRollouts, check_engine_runs, real_shapes
 from toolkit.train.evaluation import Evaluation, Measurement, accept_lengths, describe_best, due, has_stopped
@@ -50,9 +53,17 @@ from toolkit.train.state import (
     stored_states,
     training_record,
 )
-from toolkit.train.step import micro_step, supervised_counts
-from toolkit.train.target_side import TargetSide, covered_share
-from toolkit.train.training_data import offline_features, read_data, read_held_out, with_fresh
+from toolkit.train.step import micro_step
+from toolkit.train.target_side import TargetSide
+from toolkit.train.training_data import (
+    Data,
+    StepBatches,
+    offline_features,
+    read_data,
+    read_held_out,
+    read_step,
+    with_fresh,
+)
 from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
@@ -75,6 +86,8 @@ class Trainer:
             gradient_clip(self.settings),
             whole_gradients=self.settings.optimizer.name == "muon",
         )
+        if not self.accelerator.is_main_process:
+            wait_for_files(rollouts, token_map)  # the main process may have written them just now
         self.target = frozen_target(recipe, training_device(), self.accelerator)
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         if self.plan.init is not None:
@@ -84,22 +97,7 @@ class Trainer:
         same_bits = recipe.rollouts.deterministic
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, real_shapes(self.settings), same_bits)
-        data = self.settings.data
-        self.fingerprint = sha256_json(
-            [
-                result_settings(self.settings),
-                recipe.seed,
-                self.target.fingerprint,
-                str(self.target.dtype),
-                *([] if self.target.quantization is None else [self.target.quantization]),
-                *(["deterministic"] if same_bits else []),
-                self.plan.token_map.sha256,
-                sha256_file(rollouts),
-                *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
-                # Draws of anchors depend on these too: a resumed run must cut the same batches.
-                *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
-            ]
-        )
+        self.fingerprint = self._fingerprint(rollouts, world)
         if self.settings.data.pack:
             check_packing(self.target)
         ids, self.stored = self.plan.aux_layer_ids, None
@@ -134,13 +132,34 @@ class Trainer:
                 recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
             )
 
+    def _fingerprint(self, rollouts: Path, world: int) -> str:
+        """A hash of all that decides the result; a state of another fingerprint is not resumed."""
+        data = self.settings.data
+        return sha256_json(
+            [
+                result_settings(self.settings),
+                self.recipe.seed,
+                self.target.fingerprint,
+                weights_checksum(self.target, self.accelerator),
+                str(self.target.dtype),
+                *([] if self.target.quantization is None else [self.target.quantization]),
+                *(["deterministic"] if self.recipe.rollouts.deterministic else []),
+                self.plan.token_map.sha256,
+                sha256_file(rollouts),
+                *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
+                # Draws of anchors depend on these too: a resumed run must cut the same batches.
+                *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
+            ]
+        )
+
     def micro_batch(self, world: int) -> int:
         return max(1, self.settings.data.global_batch // (world * self.accumulation))
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
         # A resumed run overwrites every weight, so only a new run computes the regression.
-        start = "random" if stored_states(self.directory) else settings.start
+        resumes = from_main(self.accelerator, lambda: bool(stored_states(self.directory)))
+        start = "random" if resumes else settings.start
         size = settings.data.micro_batch
         batches = (
             self._collate(batch[first : first + size])
@@ -216,28 +235,43 @@ class Trainer:
     def _is_finished(self, position: Position) -> bool:
         return position.step >= self.steps or has_stopped(position, self.settings)
 
-    def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
-        """(epoch, index, example indices) from `position` on, of the stored rollouts or the fresh ones it names."""
+    def _batches(self, position: Position) -> Iterator[tuple[int, int, StepBatches]]:
+        """(epoch, index, batches) of each step from `position` on, of the stored rollouts or the fresh ones it names. A
+        thread reads those of the next step while a step runs."""
         step, seed = position.rollouts_of_step, self.recipe.seed
         if self.fresh is not None and step:
             seed = derived_seed(seed, "fresh batches", step)
             self.data = with_fresh(self.data, self.settings, self.fresh.path(step), self.target, seed)
-        return self.data.plan.from_position(position.epoch, position.index)
+        data, places = self.data, self.data.plan.from_position(position.epoch, position.index)
+        with ThreadPoolExecutor(1, "batches") as reader:
+            ahead = None
+            for number, (epoch, index, indices) in enumerate(places, position.step):
+                now, ahead = ahead, (epoch, index, reader.submit(self._read, data, number, indices))
+                if now is not None:
+                    yield *now[:2], now[2].result()
+
+    def _read(self, data: Data, step: int, indices: list[int]) -> StepBatches:
+        accelerator, k = self.accelerator, unroll_steps(step, self.steps, self.settings)
+        size = self.micro_batch(accelerator.num_processes)
+        mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
+        shares = [mine[start : start + size] for start in range(0, size * self.accumulation, size)]
+        return read_step(data, indices, shares, self.plan.token_map, k, self.settings.data.pack)
 
     def _switch_to_fresh(self, position: Position) -> Position:
         """Write rollouts with the head of this step as the drafter, and train on them from this step on."""
         assert self.fresh is not None, "fresh rollouts are due only if train.on_policy.every is set"
         # A run that is killed during the rollouts then resumes at this step.
-        if position.step not in {int(state.name.removeprefix("state-")) for state in stored_states(self.directory)}:
-            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+        stored = from_main(self.accelerator, lambda: [state.name for state in stored_states(self.directory)])
+        if f"state-{position.step:06d}" not in stored:
+            save_state(self.accelerator, self.directory, position)
         self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
         return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
     def _advance(
-        self, position: Position, epoch: int, index: int, indices: list[int], bar: Progress | None
+        self, position: Position, epoch: int, index: int, batches: StepBatches, bar: Progress | None
     ) -> Position:
         """Run one optimizer step and write its row of metrics. Evaluate and save the state at their intervals."""
-        row = self.optimise(position.step, indices)
+        row = self.step(position.step, batches)
         done = position.step + 1
         position = replace(
             position,
@@ -261,27 +295,27 @@ class Trainer:
         if forecast or real:
             position = self.evaluation(self.model, position, forecast=forecast, real=real)
         if stored or has_stopped(position, self.settings):
-            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+            save_state(self.accelerator, self.directory, position)
         return position
 
     def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
-        """Run one optimizer step over the examples of one global batch; returns its row of metrics."""
+        """Read the examples of one global batch and run `step` on them."""
+        return self.step(step, self._read(self.data, step, indices))
+
+    def step(self, step: int, batches: StepBatches) -> dict[str, Any]:
+        """Run one optimizer step; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
-        k = unroll_steps(step, self.steps, settings)
-        global_batch = self._collate(indices)
-        counts = supervised_counts(global_batch, k)
+        counts, k = batches.counts, len(batches.counts)
         factor = rate_factor(step, self.steps, settings)
         set_learning_rates(self.optimizer, factor, settings)
         # DeepSpeed averages gradients over processes and micro-batches, but the loss is a sum over both.
         scale = accelerator.num_processes * self.accumulation
-        mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
         totals = torch.zeros(4 * k, device=self.target.device)
         size = self.micro_batch(accelerator.num_processes)
-        for start in range(0, size * self.accumulation, size):
+        for number, batch in enumerate(batches.micro):
             with accelerator.accumulate(self.model):
-                batch = self._micro_batch(mine[start : start + size], indices[0])
-                drawn = anchors_of(self.plan, settings, self.recipe.seed, step, start)
+                drawn = anchors_of(self.plan, settings, self.recipe.seed, step, number * size)
                 loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, drawn, self.clock)
                 with self.clock.part("head"), without_compiling():
                     accelerator.backward(loss * scale)
@@ -298,19 +332,10 @@ class Trainer:
             settings,
             factor,
             norm,
-            covered_share(global_batch, self.plan.token_map),
+            batches.coverage,
             self.clock.read(),
             peak_memory_bytes(self.target.device),
         )
-
-    def _micro_batch(self, indices: list[int], filler: int) -> Batch:
-        """The examples of one forward; without any, `filler` without a loss: all processes run as many forwards."""
-        if indices:
-            return collate(
-                [self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.data.pack
-            )
-        batch = self._collate([filler])
-        return replace(batch, response=torch.zeros_like(batch.response))
 
     def _finish(self, position: Position) -> Path:
         ckpt = self.directory.parent / "ckpt"

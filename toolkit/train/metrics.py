@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -198,7 +199,7 @@ class Metrics:
             path.parent.mkdir(parents=True, exist_ok=True)
         if main and settings.tracking.wandb:
             self._run = optional_package("wandb", "train.tracking.wandb: true").init(
-                project=settings.tracking.wandb_project,
+                project=os.environ.get("WANDB_PROJECT", "toolkit"),
                 name=run_name,
                 config=config,
                 dir=str(path.parent),

@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +22,7 @@ from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.target import Target, describe_target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.agreement import from_main, wait_for_files
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_strict, read_json, write_json
 
@@ -33,18 +33,9 @@ if TYPE_CHECKING:  # pipeline stages before training import this file without ac
 log = get_logger(__name__)
 
 POSITION_FILE = "position.json"
+KEPT_STATES = 2  # the newest may be lost with the machine that wrote it
 # As accelerate and DeepSpeed name them.
 OF_MODEL, FLAT = "pytorch_model/mp_rank_00_model_states.pt", "single_partition_of_fp32_groups"
-OF_MODEL_ZERO3 = "pytorch_model/zero_pp_rank_0_mp_rank_00_model_states.pt"
-
-
-class Place(NamedTuple):
-    """Where a parameter's part is in the flat part of its group."""
-
-    start: int
-    numel: int
-
-
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -71,10 +62,11 @@ class Position:
     initial_real: float | None = None
     fingerprint: str = ""
     processes: int = 1
+    zero_stage: int = 2
 
 
-def save_state(accelerator: Accelerator, directory: Path, position: Position, keep: int) -> None:
-    """Write `state-<step>` atomically and delete all but the newest `keep` states. All processes must call this."""
+def save_state(accelerator: Accelerator, directory: Path, position: Position) -> None:
+    """Write `state-<step>` atomically and delete all but the newest `KEPT_STATES`. All processes must call this."""
     final = directory / f"state-{position.step:06d}"
     part = final.with_suffix(".part")
     if accelerator.is_main_process:
@@ -90,7 +82,7 @@ def save_state(accelerator: Accelerator, directory: Path, position: Position, ke
         write_json(part / POSITION_FILE, asdict(position))
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        for old in stored_states(directory)[:-keep]:
+        for old in stored_states(directory)[:-KEPT_STATES]:
             shutil.rmtree(old)
         drop_unneeded_bests(directory)
     accelerator.wait_for_everyone()
@@ -138,22 +130,23 @@ def restore_state(
     """Load the newest state into the prepared objects and return its position; a new `Position` without a state.
 
     engine: the DeepSpeed engine of the head. A finished training is not loaded: its best head is in a file. A state of
-    another number of processes is converted. All processes must call this.
-    Raises `ResumeError` when the state was written with other settings, or cannot be converted.
+    ZeRO-1 or 2 of another number of processes is converted. All processes must call this.
+    Raises `ResumeError` when the state was written with other settings, or under ZeRO-3 by other processes.
     """
-    states = stored_states(directory)
-    if not states:
-        return Position(fingerprint=fingerprint, processes=accelerator.num_processes)
-    newest = states[-1]
-    position = Position(**read_json(newest / POSITION_FILE))
+    stage = int(engine.zero_optimization_stage())
+    newest, position = from_main(accelerator, lambda: _newest(directory))
+    if newest is None or position is None:
+        return Position(fingerprint=fingerprint, processes=accelerator.num_processes, zero_stage=stage)
     if position.fingerprint != fingerprint:
         raise ResumeError(
             f"{newest} was written with other settings or data; choose another run_dir, or use the settings of before"
         )
     if is_finished(position):
         return position
+    check_layout(newest, position, accelerator.num_processes, stage)
+    wait_for_files(newest / POSITION_FILE)  # a state appears whole
     converted = newest
-    if is_of_other_layout(accelerator, engine, newest, position.processes):
+    if position.processes != accelerator.num_processes:
         converted = converted_state(accelerator, engine, newest, position.processes)
     accelerator.load_state(str(converted))
     # States are saved between optimizer steps. accelerate would continue its count of micro-batches from the state;
@@ -163,65 +156,47 @@ def restore_state(
     if converted != newest and accelerator.is_main_process:
         shutil.rmtree(converted)
     log.info("resumed from %s", newest)
-    return replace(position, processes=accelerator.num_processes)  # those that write the next state
+    # Those that write the next state.
+    return replace(position, processes=accelerator.num_processes, zero_stage=stage)
 
 
-def is_of_other_layout(accelerator: Accelerator, engine: Any, state: Path, processes: int) -> bool:
-    """Whether a state was written by another number of processes or at another ZeRO stage than is running.
+def _newest(directory: Path) -> tuple[Path | None, Position | None]:
+    states = stored_states(directory)
+    return (states[-1], Position(**read_json(states[-1] / POSITION_FILE))) if states else (None, None)
 
-    Raises `ResumeError` if it cannot be converted: to ZeRO-3.
-    """
-    running, now = accelerator.num_processes, int(engine.zero_optimization_stage())
-    if not _parts(state):
-        raise ResumeError(
-            f"{state} has no file of the optimizer (*zero_pp_rank_*_optim_states.pt), so it is damaged; move it away, "
-            "and the training resumes from the state before"
-        )
-    before = int(_load(_parts(state)[0])["optimizer_state_dict"]["zero_stage"])
-    if (processes, before == 3) == (running, now == 3):
-        return False
-    if now == 3:
-        raise ResumeError(
-            f"{state} was written by {processes} processes under ZeRO-{before}, and {running} run under ZeRO-3, to "
-            f"which no state is converted: launch {processes} processes under ZeRO-{before} to resume it "
-            f"(--config_file recipes/accelerate/zero{before}.yaml), or any number under ZeRO-2, or choose another "
-            "run_dir"
-        )
-    return True
+
+def check_layout(state: Path, position: Position, processes: int, stage: int) -> None:
+    """Raise `ResumeError` if the state cannot be read by so many processes at this ZeRO stage: the parts of ZeRO-3 are
+    those of each parameter, and have another layout than the flat ones of ZeRO-1 and 2."""
+    before = position.zero_stage
+    if (before == 3) == (stage == 3) and (stage != 3 or processes == position.processes):
+        return
+    raise ResumeError(
+        f"{state} was written by {position.processes} processes under ZeRO-{before}, and {processes} run under "
+        f"ZeRO-{stage}: launch {position.processes} processes under ZeRO-{before} to resume it (--config_file "
+        f"recipes/accelerate/zero{max(before, 2)}.yaml), or choose another run_dir"
+    )
 
 
 def converted_state(accelerator: Accelerator, engine: Any, state: Path, processes: int) -> Path:
-    """Write `state` beside itself as the running processes, under ZeRO-1 or 2, would have written it. All processes
-    must call this.
+    """Write `state` of so many processes beside itself as the running ones would have written it. All processes must
+    call this.
 
-    ZeRO-1 and 2 cut the flat weights and moments of a parameter group into one part for each process, ZeRO-3 those of
-    each parameter. The parts are joined by parameter and cut again as the running processes hold them.
-    Raises `ResumeError` for a head so large that ZeRO-3 has divided its parameter groups.
+    ZeRO-1 and 2 cut the flat weights and moments of a parameter group into one part for each process. The parts are
+    joined by parameter and cut again as the running processes hold them. (DeepSpeed's own `elastic_checkpoint` cannot
+    do it under Muon: the groups have other moments.)
     """
     into = state.with_name(f"{state.name}.converted")
     parts = [_load(path) for path in _parts(state)]
     joined = [one["optimizer_state_dict"] for one in parts]
     own = engine.optimizer.state_dict()
-    of_zero3 = state / OF_MODEL_ZERO3
-    model = _load(of_zero3 if of_zero3.is_file() else state / OF_MODEL)
-    if of_zero3.is_file():
-        joined = [_as_zero2(one, model["param_shapes"], len(parts)) for one in joined]
-        if len(joined[0][FLAT]) != len(own[FLAT]):
-            raise ResumeError(
-                f"{state} is of ZeRO-3 and too large to be converted: launch {processes} processes under it"
-            )
-        wholes = (_whole([one[FLAT][at] for one in joined], joined, at) for at in range(len(own[FLAT])))
-        weights = {name: flat for whole in wholes for name, flat in whole.items()}
-        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
-        model["module"] = engine.module.state_dict() | {
-            name: weights[name][: shape.numel()].view(shape) for name, shape in shapes.items()
-        }
     if accelerator.is_main_process:
         log.info("converting %s of %d processes to %d", state, processes, accelerator.num_processes)
         shutil.rmtree(into, ignore_errors=True)
         (into / OF_MODEL).parent.mkdir(parents=True)
-        torch.save({**model, "dp_world_size": accelerator.num_processes}, into / OF_MODEL)
+        torch.save({**_load(state / OF_MODEL), "dp_world_size": accelerator.num_processes}, into / OF_MODEL)
     accelerator.wait_for_everyone()
+    wait_for_files(into / OF_MODEL)
     own["base_optimizer_state"] = dict(joined[0]["base_optimizer_state"])
     places = {name: one._hp_mapping for name, one in engine.module.named_parameters()}
     flat, moments = [], {}
@@ -244,32 +219,15 @@ def converted_state(accelerator: Accelerator, engine: Any, state: Path, processe
 
 def _cut(parts: Any, states: Any, group: int, cut: Any, places: Any, size: int) -> torch.Tensor:
     """Join the flat parts [P] of a group by parameter, and return the part [size] of this process."""
-    whole = _whole(parts, states, group)
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for part, state in zip(parts, states, strict=True):
+        for name, at in state["param_slice_mappings"][group].items():
+            pieces.setdefault(name, []).append(part[at.start : at.start + at.numel])
     mine = torch.zeros(size, dtype=parts[0].dtype)
     for name, at in cut.items():
         first = places[name].lp_fragment_address.start
-        mine[at.start : at.start + at.numel] = whole[name][first : first + at.numel]
+        mine[at.start : at.start + at.numel] = torch.cat(pieces[name])[first : first + at.numel]
     return mine
-
-
-def _whole(parts: Any, states: Any, group: int) -> dict[str, torch.Tensor]:
-    """Join the flat parts [P] of a group by parameter; under ZeRO-3 with padding at each end."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for part, state in zip(parts, states, strict=True):
-        for name, at in state["param_slice_mappings"][group].items():
-            found.setdefault(name, []).append(part[at.start : at.start + at.numel])
-    return {name: torch.cat(pieces) for name, pieces in found.items()}
-
-
-def _as_zero2(state: Any, shapes: Any, processes: int) -> dict[str, Any]:
-    """A process's state of ZeRO-3, which has a part of every parameter, in the words of ZeRO-2."""
-    places = []
-    for group in shapes:
-        sizes = [-(-shape.numel() // processes) for shape in group.values()]  # the last part ends with padding
-        starts = accumulate(sizes, initial=0)
-        places.append(dict(zip(group, map(Place, starts, sizes), strict=True)))
-    base = state["optimizer_state_dict"]
-    return {FLAT: state["fp32_flat_groups"], "base_optimizer_state": base, "param_slice_mappings": places}
 
 
 def _parts(state: Path) -> list[Path]:

@@ -18,7 +18,7 @@ import torch
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
-from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
+from toolkit.data.feature_store import MANIFEST, FeatureSpec, FeatureStore, FeatureWriter
 from toolkit.errors import TrainError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
@@ -26,8 +26,9 @@ from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.agreement import from_main, wait_for_files, wait_until
 from toolkit.train.draft_head import plan_head
-from toolkit.train.target_side import StoredFeatures
+from toolkit.train.target_side import StoredFeatures, covered_share, plan_supervision
 from toolkit.train_settings import TrainSettings
 
 if TYPE_CHECKING:  # the rollout stage imports this file for the layer ids, without accelerate
@@ -61,6 +62,32 @@ def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int
     size = settings.data.micro_batch
     batches = [collate(held_out[start : start + size], pad_id) for start in range(0, len(held_out), size)]
     return Data(train=train, held_out=batches, plan=_plan(settings, train, seed), pad_id=pad_id)
+
+
+class StepBatches(NamedTuple):
+    """What one optimizer step of a process reads, on the host.
+
+    micro: its micro-batches; all processes have equally many. counts [K]: supervised tokens of the global batch by step
+    of the unroll. coverage: share of them that is in the draft vocabulary.
+    """
+
+    micro: list[Batch]
+    counts: torch.Tensor
+    coverage: float
+
+
+def read_step(
+    data: Data, indices: Sequence[int], shares: Sequence[Sequence[int]], token_map: TokenMap, steps: int, pack: bool
+) -> StepBatches:
+    """Read the examples of a global batch from the file, each once, and collate them. shares: the indices of each of
+    this process's micro-batches; without any, a sequence without a loss takes their place."""
+    examples = {index: data.train[index] for index in indices}
+    whole = collate(list(examples.values()), data.pad_id)
+    idle = collate([examples[indices[0]]], data.pad_id)
+    idle = replace(idle, response=torch.zeros_like(idle.response))
+    micro = [collate([examples[at] for at in some], data.pad_id, pack=pack) if some else idle for some in shares]
+    counts = plan_supervision(whole.response, steps, whole.starts).counts
+    return StepBatches(micro, counts, covered_share(whole, token_map))
 
 
 def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
@@ -185,22 +212,33 @@ def offline_features(
     """
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     texts = texts_of(data)
-    if accelerator.is_main_process:
-        FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))
-    accelerator.wait_for_everyone()
+
+    def start() -> list[int]:
+        """Of the texts, those without features."""
+        store = FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))
+        absent = [index for index, text in enumerate(texts) if text not in store]
+        if absent:
+            store.check_room(sum(len(texts[index]) - 1 for index in absent))
+        return absent
+
+    missing = [texts[index] for index in from_main(accelerator, start)]
+    wait_for_files(folder / MANIFEST)
     store = FeatureStore(folder, spec)
-    missing = [text for text in texts if text not in store]
     log.info("features of %d of %d rollouts are in %s", len(texts) - len(missing), len(texts), folder)
-    if missing:
-        store.check_room(sum(len(text) - 1 for text in missing))
-    accelerator.wait_for_everyone()  # no process writes before all have checked the free space
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
     limited = thread_limit(target.device, accelerator.num_processes)
     write_features(store, target, shares[accelerator.process_index], limited)
     _keep_in_step(target, [sum(1 for _ in forwards(share)) for share in shares], accelerator.process_index)
     accelerator.wait_for_everyone()
-    store.refresh()
+    wait_until(lambda: _unseen(store, texts))
     return StoredFeatures(store, aux_layer_ids, target.device)
+
+
+def _unseen(store: FeatureStore, texts: Sequence[list[int]]) -> list[str]:
+    """What the store still lacks, if anything, for the message of `wait_until`."""
+    store.refresh()
+    lacking = sum(text not in store for text in texts)
+    return [f"the features of {lacking} texts in {store.folder}"] if lacking else []
 
 
 @torch.no_grad()

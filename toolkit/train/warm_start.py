@@ -42,13 +42,11 @@ from toolkit.train_settings import HeadSettings, TrainSettings, changed
 log = get_logger(__name__)
 
 RANDOM_STD = 0.02
-# Every fifth batch is left out of the fit and gives its R2.
-CHECK_EVERY = 5
 # With fewer positions the regression overfits: at 12 a column the demo's head predicted 38 % of the fitted tokens
 # before any training, but only 26 % of other tokens.
 POSITIONS_PER_COLUMN = 40
-# The penalty, with all columns scaled to variance 1. On the demo target a larger one has a better R2 on other positions
-# (0.30 at 0.3, 0.25 here), but its head predicts fewer of their tokens (24 %, 27 % here).
+# The penalty, with all columns scaled to variance 1. On the demo target a larger one explains more of the variance at
+# other positions (0.30 at 0.3, 0.25 here), but its head predicts fewer of their tokens (24 %, 27 % here).
 RIDGE = 1e-3
 # In EAGLE-3's first layer the input of these is the embedding and the hidden state, concatenated.
 CONCATENATED_INPUT = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
@@ -74,12 +72,11 @@ def initialise_from_target(
     batches: list[Batch],
     seed: int,
     stored: StoredFeatures | None = None,
-) -> float | None:
+) -> None:
     """Initialise the parts of `head.warm_start()` from the target, with a regression over `batches`.
 
     stored: the features of `batches`; None computes them with the target's forward. Parts that differ in shape or
-    meaning (another attention, MLP or norm than the head's) stay random, and the log lists them. Returns the R2 of the
-    regression; None without batches for it.
+    meaning (another attention, MLP or norm than the head's) stay random, and the log lists them.
     """
     initialise_random(head, seed)
     start = head.warm_start()
@@ -95,10 +92,10 @@ def initialise_from_target(
     if random:  # one name for all experts of a layer
         names = dict.fromkeys(re.sub(r"\.experts\..*", ".experts", one) for one in random)
         log.warning("these parameters stay random, because the target has no matching part: %s", ", ".join(names))
-    r2 = _regress(head, start, target, batches, stored) if batches else None
+    if batches:
+        _regress(head, start, target, batches, stored)
     for layer in start.repeats:
         layer.load_state_dict(start.copies[0].layer.state_dict())
-    return r2
 
 
 def _copy_layers(start: WarmStart, target: Target) -> list[str]:
@@ -125,20 +122,23 @@ def _source(layer: nn.Module, target: Target, number: int) -> nn.Module:
 
 def _regress(
     head: DraftHead, start: WarmStart, target: Target, batches: list[Batch], stored: StoredFeatures | None
-) -> float | None:
-    """Solve for `start.solved` by ridge regression; returns its R2 on positions that took no part in the fit."""
-    columns = start.solved.in_features
-    fit, check = (Moments.empty(columns, target.hidden_size, target.device) for _ in range(2))
-    for number, (batch, read, wanted) in enumerate(_inputs_and_labels(head, target, batches, stored)):
+) -> None:
+    """Solve for `start.solved` by ridge regression."""
+    columns, positions = start.solved.in_features, 0
+    gram, cross = (
+        torch.zeros(columns, width, dtype=torch.float64, device=target.device)
+        for width in (columns, target.hidden_size)
+    )
+    for batch, read, wanted in _inputs_and_labels(head, target, batches, stored):
         pairs = answer_pairs(batch, target.device)
         embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs].float()
         x = start.solved_reads(embeds, read[:, :-1][pairs].float())
         states = wanted[:, 1:] if start.ahead else wanted[:, :-1]
-        (check if number % CHECK_EVERY == 1 else fit).add(x, states[pairs].float())
-    weight, r2 = ridge_regression(fit, check)
-    if weight is not None:
-        start.solved.weight.copy_(weight.T)
-    return r2
+        gram += (x.T @ x).double()
+        cross += (x.T @ states[pairs].float()).double()
+        positions += len(x)
+    if positions:
+        start.solved.weight.copy_(_solve(gram / positions, cross / positions).T)
 
 
 def _inputs_and_labels(
@@ -197,58 +197,14 @@ def regression_batches(batches: Iterable[Batch], columns: int, most: int | None 
     return taken
 
 
-@dataclass
-class Moments:
-    """Sums over positions, in float64: gram [C, C], cross [C, H], and square and total [H] of y."""
+def _solve(gram: Tensor, cross: Tensor) -> Tensor:
+    """The ridge regression's weight [C, H] from the means gram [C, C] and cross [C, H] of x'x and x'y over positions.
 
-    gram: Tensor
-    cross: Tensor
-    square: Tensor
-    total: Tensor
-    positions: int = 0
-
-    @classmethod
-    def empty(cls, columns: int, width: int, device: torch.device) -> Moments:
-        sizes = ((columns, columns), (columns, width), (width,), (width,))
-        gram, cross, square, total = (torch.zeros(*size, dtype=torch.float64, device=device) for size in sizes)
-        return cls(gram, cross, square, total)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add the positions of x [P, C] and y [P, H], fp32."""
-        self.gram += (x.T @ x).double()
-        self.cross += (x.T @ y).double()
-        self.square += (y.double() ** 2).sum(0)
-        self.total += y.double().sum(0)
-        self.positions += len(x)
-
-    def __add__(self, other: Moments) -> Moments:
-        names = ("gram", "cross", "square", "total", "positions")
-        return Moments(*(getattr(self, name) + getattr(other, name) for name in names))
-
-    def r2(self, weight: Tensor) -> float:
-        """Share of the variance over these positions that x @ weight [C, H] explains, as the mean over y's columns.
-
-        It is a mean of shares, because a few channels of a hidden state hold most of its variance but matter little to
-        the output matrix.
-        """
-        residual = self.square - 2 * (weight * self.cross).sum(0) + (weight * (self.gram @ weight)).sum(0)
-        spread = self.square - self.total**2 / max(self.positions, 1)
-        return float((1.0 - residual / spread.clamp(min=1e-12)).mean())
-
-
-def ridge_regression(fit: Moments, check: Moments) -> tuple[Tensor | None, float | None]:
-    """Weight [C, H] fitted on all positions, and the R2 on `check` of a fit on `fit`; each None without positions."""
-    both = fit + check
-    return _solve(both) if both.positions else None, check.r2(_solve(fit)) if check.positions else None
-
-
-def _solve(moments: Moments) -> Tensor:
-    """Columns are scaled to variance 1 first: some channels of hidden states are a hundred times larger than others."""
-    count = max(moments.positions, 1)
-    scale = (moments.gram.diagonal() / count).sqrt().clamp(min=1e-6)
-    gram = moments.gram / count / scale[:, None] / scale[None, :]
+    Columns are scaled to variance 1 first: some channels of hidden states are a hundred times larger than others."""
+    scale = gram.diagonal().sqrt().clamp(min=1e-6)
+    gram = gram / scale[:, None] / scale[None, :]
     gram.diagonal().add_(RIDGE)
-    return torch.linalg.solve(gram, moments.cross / count / scale[:, None]) / scale[:, None]
+    return torch.linalg.solve(gram, cross / scale[:, None]) / scale[:, None]
 
 
 # -- copies of the target's layers -------------------------------------------------------------------------------------
