@@ -8,8 +8,7 @@ import pytest
 
 from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import (
     DEMO_RECIPE,
     Recipe,

@@ -181,15 +181,8 @@ def _chosen_first(count: int, limit: int | None, seed: int | None) -> Iterator[i
     """Yield the rows of `_chosen`, then all other rows, which replace those without a conversation."""
     first = _chosen(count, limit, seed)
     yield from first
-    if seed is None:
-        yield from range(len(first), count)
-    elif len(first) < count:
-        seen, draw = set(first), random.Random(f"conversations in their place {seed}")
-        while len(seen) < count:  # drawn one by one: a list of all others may not fit into memory
-            at = draw.randrange(count)
-            if at not in seen:
-                seen.add(at)
-                yield at
+    taken = set(first)
+    yield from (at for at in range(count) if at not in taken)
 
 
 def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:

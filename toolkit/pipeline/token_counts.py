@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from toolkit.chat_rows import ROLES, encodable, read_message
-from toolkit.data.dataset_rows import HUB, is_dataset, load_rows, streamed_rows
+from toolkit.data.dataset_rows import is_dataset, load_rows, streamed_rows
 from toolkit.errors import TokenMapError, optional_package
 from toolkit.jsonl import DataError, read_lines, read_placed_rows
 from toolkit.log import get_logger
@@ -58,7 +58,7 @@ def count_corpora(
     Disk: `cache` holds a copy of their text. Raises `TokenMapError` for a corpus without text, one that is held out as
     well, and ids outside [0, V); `DataError` for a file that cannot be read or changes meanwhile.
     """
-    both = set(map(_place, _sources(corpora))) & set(map(_place, _sources(held_out)))
+    both = _sources(corpora) & _sources(held_out)
     if both:
         raise TokenMapError(f"{min(both)} is counted and held out as well; leave it out of one of them")
     return tuple(
@@ -70,17 +70,15 @@ def count_corpora(
 
 def count_rollouts(path: Path, vocab_size: int) -> CorpusCounts:
     """Count the response ids of a rollouts file in this process. Raises as `count_corpora`."""
-    rows: list[dict[str, Any]] = []
-    batch: dict[str, list[Any]] = {}
     documents = 0
-    for documents, one in enumerate(documents_of(str(path), ()), 1):
-        for name, value in one.items():
-            batch.setdefault(name, []).append(value)
-        if documents % BATCH == 0:
-            rows += _rows(count_batch(batch, None, vocab_size))
-            batch = {}
-    rows += _rows(count_batch(batch, None, vocab_size)) if batch else []
-    return CorpusCounts(Corpus(str(path)), _added(rows, vocab_size), documents)
+
+    def counted() -> Iterator[dict[str, Any]]:
+        nonlocal documents
+        for documents, one in enumerate(documents_of(str(path), ()), 1):
+            yield from _rows(count_batch({name: [value] for name, value in one.items()}, None, vocab_size))
+
+    counts = _added(counted(), vocab_size)
+    return CorpusCounts(Corpus(str(path)), counts, documents)
 
 
 def _count(
@@ -311,17 +309,12 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _sources(corpora: Iterable[Corpus]) -> Iterator[str]:
-    for one in corpora:
-        yield from [one.spec] if is_dataset(one.spec) else map(str, files_of(one.spec))
-
-
-def _place(source: str) -> str:
-    """The one spelling of a source: a path is absolute and without links, a dataset has its split."""
-    if not is_dataset(source):
-        return str(Path(source).resolve())
-    name, _, split = source.removeprefix(HUB).partition(":")
-    return f"{Path(name).resolve() if Path(name).exists() else name}:{split or 'train'}"
+def _sources(corpora: Iterable[Corpus]) -> set[str]:
+    """Names of datasets, and absolute paths of files."""
+    each = (
+        [one.spec] if is_dataset(one.spec) else [str(file.resolve()) for file in files_of(one.spec)] for one in corpora
+    )
+    return {source for sources in each for source in sources}
 
 
 def _mark(spec: str) -> str:
