@@ -30,8 +30,8 @@ IGNORED_CPUS = 0.25
 
 
 def seconds_of_others() -> float | None:
-    """Return the seconds so far that other processes have run on the CPUs that this process may use, as /proc/stat says;
-    None if the system has none."""
+    """Return the seconds so far that other processes have run on the CPUs that this process may use; None without
+    /proc/stat."""
     try:
         allowed = os.sched_getaffinity(0)
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()

@@ -74,7 +74,8 @@ def count_rollouts(path: Path, vocab_size: int) -> CorpusCounts:
 
     def counted() -> Iterator[dict[str, Any]]:
         nonlocal documents
-        for documents, one in enumerate(documents_of(str(path), ()), 1):
+        for one in documents_of(str(path), ()):
+            documents += 1
             yield from _rows(count_batch({name: [value] for name, value in one.items()}, None, vocab_size))
 
     counts = _added(counted(), vocab_size)
@@ -311,10 +312,9 @@ def _suffix(path: Path) -> str:
 
 def _sources(corpora: Iterable[Corpus]) -> set[str]:
     """Names of datasets, and absolute paths of files."""
-    each = (
-        [one.spec] if is_dataset(one.spec) else [str(file.resolve()) for file in files_of(one.spec)] for one in corpora
-    )
-    return {source for sources in each for source in sources}
+    specs = {one.spec for one in corpora}
+    datasets = {spec for spec in specs if is_dataset(spec)}
+    return datasets | {str(file.resolve()) for spec in specs - datasets for file in files_of(spec)}
 
 
 def _mark(spec: str) -> str:
