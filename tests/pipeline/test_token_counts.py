@@ -186,8 +186,8 @@ def test_datasets(count, expected, monkeypatch, caplog) -> None:
         assert (
             torch.equal(one.ranked_counts(), wanted) and one.documents == 32 and set(one.by_task()) == {"even", "odd"}
         )
-        assert f"{spec}: 8 rows without text were skipped; one of them: {spec} row 0" in caplog.text
-    with pytest.raises(TokenMapError, match="none of the first 100 rows holds a text: images row 99"):
+        assert f"{spec}: 8 of 40 rows were skipped; the first: {spec} row 0" in caplog.text
+    with pytest.raises(DataError, match="none of the first 100 rows holds a text: images row 99"):
         count("images")
 
 

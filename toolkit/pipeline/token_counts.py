@@ -19,14 +19,11 @@ import numpy as np
 import torch
 
 from toolkit.chat_rows import ROLES, encodable, read_message
-from toolkit.data.dataset_rows import is_dataset, load_rows, streamed_rows
+from toolkit.data.dataset_rows import is_dataset, load_rows, streamed_rows, valid_rows
 from toolkit.errors import TokenMapError, optional_package
 from toolkit.jsonl import DataError, read_lines, read_placed_rows
-from toolkit.log import get_logger
 from toolkit.tokenmap.counts import Corpus, CorpusCounts, Key
 from toolkit.weights import sha256_json
-
-logger = get_logger(__name__)
 
 ROW_SUFFIXES, TEXT_SUFFIXES, PARQUET = (".jsonl", ".json"), (".txt", ".md"), ".parquet"
 TEXT_FIELDS = ("text", "content", "response", "output", "completion", "answer", "prompt")
@@ -36,8 +33,6 @@ TEXT_CHARACTERS = 1 << 14  # text files are read as documents of at least so man
 BATCH = 256  # documents that are encoded at once
 # A corpus with more tasks than this is counted as one: such a field is no small set of tasks.
 MAX_TASKS = 64
-# A dataset whose first rows, this many, hold no text is of another kind.
-MAX_ROWS_WITHOUT_TEXT = 100
 
 Document = dict[str, Any]
 """text (None for ids), ids, task: what the row says that it is, held_out: of a rollout that is not trained on."""
@@ -233,19 +228,9 @@ def _document(text: str | None, ids: Sequence[int] = (), task: str = "", held_ou
 
 
 def _dataset_documents(spec: str, roles: Sequence[str]) -> Iterator[Document]:
-    found, bad = False, []
-    for where, row in streamed_rows(spec, load_rows(spec, False, None)):
-        try:
-            documents = row_documents(dict(row), roles, where)
-        except (DataError, TokenMapError) as error:
-            bad.append(str(error))
-            if not found and len(bad) >= MAX_ROWS_WITHOUT_TEXT:
-                raise TokenMapError(f"none of the first {len(bad)} rows holds a text: {error}") from error
-            continue
-        found = True
+    rows = streamed_rows(spec, load_rows(spec, False, None))
+    for _, documents in valid_rows(spec, rows, lambda one: row_documents(dict(one[1]), roles, one[0]), "text"):
         yield from documents
-    if bad:
-        logger.warning(f"{spec}: {len(bad)} rows without text were skipped; one of them: {bad[0]}")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
