@@ -57,6 +57,11 @@ class MissingPackageError(ModuleNotFoundError):
             f"{needed_by} needs the Python package {package}, which is not installed: pip install {install}",
             name=package,
         )
+        self.needed_by = needed_by
+
+    def __reduce__(self) -> tuple[type[MissingPackageError], tuple[str, str]]:
+        """A process that unpickles it calls it again with both arguments."""
+        return type(self), (str(self.name), self.needed_by)
 
 
 def optional_package(name: str, needed_by: str) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+import mmap
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -153,23 +153,14 @@ class StoredRows:
 def cut_torn_line(path: str | Path) -> bool:
     """Remove the text after the last newline, which a killed writer left. Return whether the file was changed."""
     path = Path(path)
-    if not path.exists():
+    size = path.stat().st_size if path.exists() else 0
+    if size == 0:
         return False
     with path.open("rb+") as handle:
-        end = handle.seek(0, os.SEEK_END)
-        keep = end
-        while keep > 0:
-            start = max(0, keep - 65536)
-            handle.seek(start)
-            found = handle.read(keep - start).rfind(b"\n")
-            if found >= 0:
-                keep = start + found + 1
-                break
-            keep = start
-        if keep == end:
-            return False
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            keep = text.rfind(b"\n") + 1
         handle.truncate(keep)
-    return True
+    return keep < size
 
 
 class RowAppender:

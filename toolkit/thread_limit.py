@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -30,29 +29,20 @@ LEAST_FREE_S, MOST_FREE_S, STEADY_S = 1.0, 32.0, 60.0
 IGNORED_CPUS = 0.25
 
 
-class Others(NamedTuple):
-    """Seconds so far that other processes have run on the CPUs that this process may use. equals: those of them that
-    are not below it in priority (nice); the scheduler gives the rest little of a CPU that this process uses."""
-
-    all: float
-    equals: float
-
-
-def seconds_of_others() -> Others | None:
-    """Return what /proc/stat says; None if the system has none."""
+def seconds_of_others() -> float | None:
+    """Return the seconds so far that other processes have run on the CPUs that this process may use; None without
+    /proc/stat."""
     try:
         allowed = os.sched_getaffinity(0)
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     except (AttributeError, OSError):
         return None
-    ticks = niced = 0
+    ticks = 0
     for name, *counts in (line.split() for line in lines if line.startswith("cpu")):
         if name != "cpu" and int(name[3:]) in allowed:
             user, nice, system, _idle, _iowait, *interrupts = map(int, counts[:7])
-            ticks, niced = ticks + user + nice + system + sum(interrupts), niced + nice
-    others = ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-    below = 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced / os.sysconf("SC_CLK_TCK")
-    return Others(others, others - below)
+            ticks += user + nice + system + sum(interrupts)
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 class ThreadLimit:
@@ -64,12 +54,12 @@ class ThreadLimit:
     def __init__(
         self,
         cpus: int | None = None,
-        others: Callable[[], Others | None] = seconds_of_others,
+        others: Callable[[], float | None] = seconds_of_others,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cpus = cpus or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])
         self._others, self._clock = others, clock
-        self._window: tuple[float, Others | None] = (float("-inf"), None)  # when it began, and the seconds until then
+        self._window: tuple[float, float | None] = (float("-inf"), None)  # when it began, and the seconds until then
         self._left_at = float("-inf")
         self._limit: int | None = None  # None: all threads run
         self._crowded_s = self._free_s = 0.0
@@ -102,17 +92,16 @@ class ThreadLimit:
         if used is None or before is None:
             return
         seconds, threads = now - began, most if self._limit is None else min(most, self._limit)
-        # Processes of lower priority take little from all threads, and all of a CPU that is idle.
-        fits, could = (self._fitting((u - b) / seconds, most) for u, b in zip(used, before, strict=True))
+        fits = self._fitting((used - before) / seconds, most)
         self._crowded_s = self._crowded_s + seconds if fits < threads and not idle else 0.0
-        self._free_s = self._free_s + seconds if could > threads else 0.0
+        self._free_s = self._free_s + seconds if fits > threads else 0.0
         if self._crowded_s >= CROWDED_S:
             bursts = now - self._raised_at < STEADY_S
             self._free_needed_s = min(2 * self._free_needed_s, MOST_FREE_S) if bursts else LEAST_FREE_S
             self._change(threads, fits, most, "other processes use this machine's CPUs")
         elif self._free_s >= self._free_needed_s:
             self._raised_at = now
-            self._change(threads, could, most, "the CPUs are free again")
+            self._change(threads, fits, most, "the CPUs are free again")
 
     def _fitting(self, busy: float, most: int) -> int:
         """Threads that run undisturbed while others keep so many CPUs busy."""

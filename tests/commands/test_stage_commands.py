@@ -10,7 +10,7 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.pipeline import recipe_stages as training
+from toolkit.pipeline import run as training
 from toolkit.pipeline.run import Run
 from toolkit.targets.target import Target
 
@@ -61,11 +61,8 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert "128" in capsys.readouterr().out
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     assert capsys.readouterr().out.count("skipped, up to date") == 3
-    assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "0"]) == 2
-    assert "--preview is 0" in capsys.readouterr().err
-    assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown
+    assert cli.main(["prepare-data", "--recipe", str(recipe)]) == 0
+    assert capsys.readouterr().out.count("skipped, up to date") == 3
 
 
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:

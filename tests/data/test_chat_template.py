@@ -72,12 +72,6 @@ LLAMA3 = (
     "{{- message.content | trim + '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-GEMMA = (
-    "{{ '<bos>' }}{% for message in messages %}"
-    "{% set role = 'model' if message.role == 'assistant' else message.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 # Mistral 7B v0.3: no generation prompt, a space before the words, one token that ends answers.
 MISTRAL = (
     "{{ '<s>' }}{% for message in messages %}"
@@ -136,13 +130,6 @@ FAMILIES = {
         f"{LLAMA3_HEAD}{LLAMA3_USER}{Q1}<|eot_id|>{LLAMA3_ASSISTANT}{A1}<|eot_id|>"
         f"{LLAMA3_USER}{Q2}<|eot_id|>{LLAMA3_ASSISTANT}{A2}<|eot_id|>",
         (f"{A1}<|eot_id|>", f"{A2}<|eot_id|>"),
-    ),
-    "gemma": Family(
-        GEMMA,
-        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-        f"<bos><start_of_turn>user\n{Q1}<end_of_turn>\n<start_of_turn>model\n{A1}<end_of_turn>\n"
-        f"<start_of_turn>user\n{Q2}<end_of_turn>\n<start_of_turn>model\n{A2}<end_of_turn>\n",
-        (f"{A1}<end_of_turn>", f"{A2}<end_of_turn>"),
     ),
     "mistral": Family(
         MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), f"<s>[INST] {Q1}[/INST] {A1}</s>[INST] {Q2}[/INST] {A2}</s>",

@@ -57,6 +57,15 @@ def test_long_conversations_end_at_a_turn(
     assert (warning in caplog.text) if warning else not caplog.text
 
 
+def test_an_answer_by_this_target_at_temperature_0_is_greedy(tmp_path: Path) -> None:
+    """Its ids are taken as the target's argmax. A server's engine rounds in another way."""
+    by = {"target": "t", "temperature": 0}
+    for provenance, greedy in ((by, True), (by | {"temperature": 1}, False), (by | {"server": {"model": "t"}}, False)):
+        one = row("a", "train", [1, 2, 3, 4], [[1, 4]]) | {"provenance": provenance}
+        examples, _ = load_examples(write(tmp_path / "r.jsonl", [one]), "train", 8, "t")
+        assert examples[0].greedy == greedy
+
+
 def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
     """The order in the file depends on the batch size of the rollouts, which must not change the training."""
     rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]

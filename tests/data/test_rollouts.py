@@ -17,7 +17,7 @@ from toolkit.data import rollouts
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
 from toolkit.data.examples import load_examples
-from toolkit.data.generation import GenerationRequest, GenerationResult
+from toolkit.data.generation import GenerationRequest
 from toolkit.data.rollouts import held_out_ids, write_rollouts
 from toolkit.jsonl import DataError, read_rows
 from toolkit.recipe import RolloutSettings
@@ -254,20 +254,3 @@ def test_templates_that_rewrite_history_mark_the_last_answer_only(
     stats = write(fake_target(tokenizer, answer), [conversation("a", "one", "two")])
     (row,) = rows_of(tmp_path / "rollouts.jsonl").values()
     assert len(row["response_spans"]) == 1 and stats["unmarked_turns"] == 1
-
-
-@pytest.mark.parametrize(
-    "results, message",
-    [
-        ([], "no result for 1 of 1 requests"),
-        ([(0, "stop"), (0, "stop")], "twice"),
-        ([(0, "abort")], "finish reason 'abort'"),
-    ],
-)
-def test_a_generate_that_breaks_its_contract_is_named(
-    write: Write, results: list[tuple[int, str]], message: str
-) -> None:
-    """A server that loses requests must not silently cause missing rows."""
-    answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
-    with pytest.raises(RuntimeError, match=message):
-        write(lambda requests: answers, [conversation("a", "Hi?")])

@@ -13,8 +13,7 @@ import torch
 
 from toolkit.data.examples import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.pipeline.stages import run_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.features import AuxCapture

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.errors import TargetError
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.recipe_stages import local_files
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, local_files
 from toolkit.recipe import RecipeError, load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]

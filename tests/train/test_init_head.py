@@ -19,8 +19,7 @@ from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import target_facts
 from toolkit.targets.load import read_target

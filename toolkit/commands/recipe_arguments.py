@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.commands.model_arguments import Arguments, add_engine_arguments
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.pipeline.stages import Outcome, run_stages
 from toolkit.recipe import DEMO_RECIPE, BenchSettings, load_recipe
 from toolkit.recipe_yaml import build

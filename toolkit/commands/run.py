@@ -7,8 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from toolkit.pipeline.recipe_stages import run_recipe
-from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run
+from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run, run_recipe
 from toolkit.recipe import load_recipe, print_config
 from toolkit.train_settings import changed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import recipe_stages
 
 HELP = "collect the prompts of a recipe: from its sources, and written by the target itself"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.recipe_stages import recipe_stages
-from toolkit.pipeline.run import PROMPTS, ROLLOUTS, TOKEN_MAP
+from toolkit.pipeline.run import PROMPTS, ROLLOUTS, TOKEN_MAP, recipe_stages
 from toolkit.pipeline.stages import PipelineError, run_stages
 
 HELP = "train the draft head of a recipe, by accelerate launch of the script of its kind, e.g. toolkit/train/eagle3.py"

@@ -73,21 +73,6 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple
     return text, final and text == decode(tokenizer, ids)
 
 
-def encode_with_answers(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool
-) -> tuple[list[int], list[bool]]:
-    """Return the rendered ids, and for each whether it is between the template's {% generation %} tags."""
-    encoded = _apply(
-        tokenizer,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    return list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
-
-
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of special tokens and of all tokens that were added to the vocabulary."""
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
@@ -123,7 +108,15 @@ def response_mask(
     the prompt of a further answer, the conversation may have no answers.
     """
     if _GENERATION_TAG.search(template_text(tokenizer)):
-        ids, mask = encode_with_answers(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        encoded = _apply(
+            tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, mask = list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
     else:
         ids, mask = _from_renderings(tokenizer, messages, add_generation_prompt)
     if not any(mask) and not add_generation_prompt:

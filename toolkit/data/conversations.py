@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.chat_rows import ROLES, encodable, read_message
 from toolkit.data.chat_template import Message
-from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows
+from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows, valid_rows
 from toolkit.jsonl import DataError, StoredRows, read_placed_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
@@ -30,8 +30,6 @@ from toolkit.weights import atomic_write
 logger = get_logger(__name__)
 
 FORMS = ("conversations", "messages", "turns", "prompt", "text")
-# Reading a dataset stops with an error when its first rows, this many, hold no conversation.
-MAX_ROWS_WITHOUT_CONVERSATION = 100
 
 
 @dataclass(frozen=True)
@@ -181,15 +179,8 @@ def _chosen_first(count: int, limit: int | None, seed: int | None) -> Iterator[i
     """Yield the rows of `_chosen`, then all other rows, which replace those without a conversation."""
     first = _chosen(count, limit, seed)
     yield from first
-    if seed is None:
-        yield from range(len(first), count)
-    elif len(first) < count:
-        seen, draw = set(first), random.Random(f"conversations in their place {seed}")
-        while len(seen) < count:  # drawn one by one: a list of all others may not fit into memory
-            at = draw.randrange(count)
-            if at not in seen:
-                seen.add(at)
-                yield at
+    taken = set(first)
+    yield from (at for at in range(count) if at not in taken)
 
 
 def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
@@ -204,15 +195,24 @@ def _from_dataset(source: str, limit: int | None, seed: int | None) -> Conversat
     """Read conversations of a hub dataset, streamed when there is a limit, or of a local directory."""
     name = Path(dataset_name(source)).name
     rows = load_rows(source, limit is not None, seed if limit is not None else None)
-    if not hasattr(rows, "__len__"):  # streamed and already shuffled
-        with closing(_valid(source, name, enumerate(streamed_rows(source, rows)))) as found:
-            kept = [one for _, one in itertools.islice(found, limit)]
-        return Conversations([one.id for one in kept], kept.__getitem__)
+    streamed = not hasattr(rows, "__len__")  # and shuffled there
+    numbered: Iterator[tuple[int, Row]] = (
+        enumerate(streamed_rows(source, rows))
+        if streamed
+        else ((at, row_on_disk(source, rows, at)) for at in _chosen_first(len(rows), limit, seed))
+    )
+
+    def parse(one: tuple[int, Row]) -> Conversation:
+        at, (where, row) = one
+        return conversation_from_row(row, where, f"{name}-{at}")
+
     places, ids = array("q"), []
-    with closing(
-        _valid(source, name, ((at, row_on_disk(source, rows, at)) for at in _chosen_first(len(rows), limit, seed)))
-    ) as found:
-        for at, one in itertools.islice(found, limit):
+    with closing(valid_rows(source, numbered, parse, "conversation")) as found:
+        taken = itertools.islice(found, limit)
+        if streamed:
+            kept = [one for _, one in taken]
+            return Conversations([one.id for one in kept], kept.__getitem__)
+        for (at, _), one in taken:
             places.append(at)
             ids.append(one.id)
 
@@ -221,28 +221,6 @@ def _from_dataset(source: str, limit: int | None, seed: int | None) -> Conversat
         return conversation_from_row(found, where, ids[index])
 
     return Conversations(ids, read)
-
-
-def _valid(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator[tuple[int, Conversation], None, None]:
-    """Yield (row index, conversation); skip rows without a conversation, and count them in a warning.
-
-    Raises `DataError` when none of the first hundred rows holds a conversation: the dataset is of another kind.
-    """
-    seen, skipped, first = 0, 0, ""
-    try:
-        for at, (where, row) in rows:
-            seen += 1
-            try:
-                one = conversation_from_row(row, where, f"{name}-{at}")
-            except DataError as error:
-                skipped, first = skipped + 1, first or str(error)
-                if skipped == seen == MAX_ROWS_WITHOUT_CONVERSATION:
-                    raise DataError(f"none of the first {seen} rows holds a conversation: {error}") from error
-            else:
-                yield at, one
-    finally:
-        if skipped:
-            logger.warning(f"{source}: {skipped} of {seen} rows were skipped; the first: {first}")
 
 
 def _unique(ids: list[str]) -> list[str]:

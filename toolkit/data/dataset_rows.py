@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from toolkit.errors import optional_package
+from toolkit.errors import TokenMapError, optional_package
 from toolkit.jsonl import GZIP_ERRORS, DataError
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
+# A dataset whose first rows, this many, are of no use is of another kind.
+MAX_OTHER_ROWS = 100
 # What `save_to_disk` writes into its folder.
 SAVED = ("state.json", "dataset_dict.json")
 
@@ -71,6 +79,31 @@ def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Ro
             f"{source}: reading failed after {at} rows ({type(error).__name__}: {error}); check the network and try "
             "again, or download the dataset and give its directory"
         ) from error
+
+
+def valid_rows(
+    source: str, rows: Iterable[R], parse: Callable[[R], T], holds: str
+) -> Generator[tuple[R, T], None, None]:
+    """Yield (row, what `parse` makes of it). Rows for which it raises an error are skipped, and counted in a warning:
+    users cannot correct them. Close the generator where it does not end, so that the warning comes.
+
+    holds: what a row must have, for the `DataError` when none of the first hundred does.
+    """
+    seen, skipped, first = 0, 0, ""
+    try:
+        for row in rows:
+            seen += 1
+            try:
+                found = parse(row)
+            except (DataError, TokenMapError) as error:
+                skipped, first = skipped + 1, first or str(error)
+                if skipped == seen == MAX_OTHER_ROWS:
+                    raise DataError(f"none of the first {seen} rows holds a {holds}: {error}") from error
+            else:
+                yield row, found
+    finally:
+        if skipped:
+            logger.warning(f"{source}: {skipped} of {seen} rows were skipped; the first: {first}")
 
 
 def _is_saved(folder: Path) -> bool:

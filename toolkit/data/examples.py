@@ -114,5 +114,6 @@ def _example(row: dict[str, Any], where: str, target: str | None) -> Example:
         response[start:end] = [True] * (end - start)
     written = row.get("provenance") or {}
     own = target is not None and written.get("target") == target and written.get("temperature") == 0
+    own = own and "server" not in written  # another engine rounds in its own way
     # In earlier turns the template renders the answers again, so their ids may differ from those the target wrote.
     return Example(str(row["id"]), ids, response, own and len(row["response_spans"]) == 1)

@@ -14,7 +14,6 @@ concatenated, then the last hidden state after the final norm.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -126,20 +125,20 @@ class FeatureStore:
     def start(cls, folder: Path, spec: FeatureSpec, positions: int = 0) -> FeatureStore:
         """Open the store of `spec` in this folder for writing. No other process may write to it during this call.
 
-        positions: the number it will hold. Features of another spec are moved to `replaced/` beside the folder, with a
-        warning that lists the differences; if the new ones do not fit beside them, `FeatureStoreError` is raised and
-        nothing is moved. Incomplete files of killed writers are removed.
+        positions: the number it will hold. Features of another spec move to `replaced/<time>` beside the folder, with a
+        warning that lists the differences; if the new ones would not fit, `FeatureStoreError` is raised and nothing
+        moves. Incomplete files of killed writers are removed.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         stale = spec.within(read_json(path)).differences(read_json(path)) if path.is_file() else []
+        if not path.is_file() and any(folder.glob(SHARDS)):
+            stale = [f"unknown, without {MANIFEST}"]
         if stale:
             _check_room(folder, spec, positions)
-            aside = folder.parent / "replaced" / f"{datetime.now():%Y%m%d-%H%M%S-%f}" / folder.name
-            log.warning("%s: features of other settings (%s) are moved to %s", folder, "; ".join(stale), aside)
-            aside.parent.mkdir(parents=True)
-            folder.rename(aside)
-            folder.mkdir()
+            attic = folder.parent / "replaced" / datetime.now().strftime("%Y%m%d-%H%M%S-%f") / folder.name
+            attic.parent.mkdir(parents=True)
+            folder.rename(attic)
+            log.warning("%s: features of other settings (%s) are now in %s", folder, "; ".join(stale), attic)
         if not path.is_file():
             write_json(path, spec.to_json())
         for leftover in (*folder.glob(".*.part"), *folder.glob(".tmp*")):
@@ -222,13 +221,12 @@ class FeatureStore:
 def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "") -> None:
     each, free = spec.bytes_per_token, shutil.disk_usage(folder).free
     need = f"{qualifier}{_size(each * tokens)} ({each} bytes per token x {tokens} tokens)"
-    where = f"{folder}, where {_size(free)} are free"
     if each * tokens > free:
         raise FeatureStoreError(
-            f"features need {need} in {where}; free some space, lower train.data.max_length, or set "
-            "train.data.features: online (and rollouts.keep_features: false)"
+            f"features need {need} in {folder}, where {_size(free)} are free; free some space, lower "
+            "train.data.max_length, or set train.data.features: online (and rollouts.keep_features: false)"
         )
-    log.info("features: %s in %s", need, where)
+    log.info("features: %s in %s, where %s are free", need, folder, _size(free))
 
 
 class FeatureWriter:
@@ -251,24 +249,14 @@ class FeatureWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the added texts as a shard named by their hash. Raises `FeatureStoreError` when the disk is full."""
+        """Write the added texts as a shard named by their hash. On a full disk what is complete stays."""
         if not self._waiting:
             return
         waiting, self._waiting, self._positions = self._waiting, {}, 0
         texts = [[key, len(features)] for key, features in waiting.items()]
         name = hashlib.sha256("".join(waiting).encode()).hexdigest()[:16]
         shard = self.store.folder / f"shard-{name}.safetensors"
-        matrix = torch.cat(list(waiting.values()))
-        try:
-            save_tensors(shard, {"features": matrix}, {"texts": json.dumps(texts)})
-        except (OSError, SafetensorError) as error:
-            if not _disk_is_full(error):
-                raise
-            raise FeatureStoreError(
-                f"the disk of {self.store.folder} is full: a shard needs {_size(matrix.nbytes)}, "
-                f"{_size(shutil.disk_usage(self.store.folder).free)} are free. Free some space and start again: the "
-                f"stored features ({self.store.tokens} tokens) are kept"
-            ) from error
+        save_tensors(shard, {"features": torch.cat(list(waiting.values()))}, {"texts": json.dumps(texts)})
         self.store._places |= self.store._read_header(shard)
 
     def __enter__(self) -> FeatureWriter:
@@ -277,14 +265,7 @@ class FeatureWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, FeatureStoreError):
-            self.flush()
-
-
-def _disk_is_full(error: BaseException) -> bool:
-    # safetensors raises its own error, with the number of the system's error in the text.
-    full = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
+        self.flush()
 
 
 def _size(count: int) -> str:

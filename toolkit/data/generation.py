@@ -7,7 +7,7 @@ as the request finishes, in any order, so that the caller can store it at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +65,6 @@ def derived_seed(seed: int, *parts: object) -> int:
     """Return a 63-bit seed, a hash of the run's seed and the sample's name, independent of order and batch."""
     text = "\x1f".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def run_all(generate: GenerateFn, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
-    """Yield the results of `generate`; raise RuntimeError unless each index occurs once, with a valid finish reason."""
-    missing = set(range(len(requests)))
-    for index, result in generate(requests) if requests else ():
-        if index not in missing:
-            raise RuntimeError(f"generate returned request {index} of {len(requests)} twice, or it does not exist")
-        if result.finish_reason not in ("stop", "length", *UNANSWERED):
-            raise RuntimeError(f"request {index} has finish reason {result.finish_reason!r}; expected stop or length")
-        missing.remove(index)
-        yield index, result
-    if missing:
-        raise RuntimeError(f"generate returned no result for {len(missing)} of {len(requests)} requests")
 
 
 def written_ids(result: GenerationResult) -> list[int]:

@@ -30,7 +30,6 @@ from toolkit.data.generation import (
     GenerationRequest,
     GenerationResult,
     derived_seed,
-    run_all,
     written_ids,
 )
 from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
@@ -157,7 +156,7 @@ class _Writer:
         while wave:
             asked, requests = self._requests(wave)
             began = time.monotonic()
-            for index, result in run_all(self.generate, requests):
+            for index, result in self.generate(requests) if requests else ():
                 self.tally.written_tokens += len(result.output_ids)
                 self._take(asked[index], requests[index].prompt_ids, result)
                 yield

@@ -3,12 +3,12 @@
 Prompts go to /v1/completions as token ids, so that the chat template is rendered here alone. Where the server returns
 token ids (`return_token_ids` of vLLM, SGLang and ours) these are the answer. Else its text is tokenised behind the
 prompt's. These are the ids that the target wrote only if the prompt's ids stay the same and the answer's have the
-number that the server states; other answers are NO_ROUND_TRIP. A prompt that a server refuses although it answers
-others, as one beyond a context length that its model card does not state, is REFUSED.
+number that the server states; other answers are NO_ROUND_TRIP. A prompt that a server refuses, as one beyond a context
+length that its model card does not state, is REFUSED.
 
 All servers take requests from one queue, and the client tries each again where that may help. A request that failed
 goes back to the queue, and the server that failed it rests, and then has to show its model again. The run ends when all
-servers have failed; one that says that it is busy has not.
+servers have failed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,8 @@ class _Failed(Exception):
     """A request failed, and may succeed later, here or on another server."""
 
 
-class _Busy(_Failed):
-    """The server says that it is busy, so it has not died."""
-
-
 class _Refused(ServerError):
-    """A server refuses a request, perhaps because of its prompt."""
+    """A server cannot read a request: as a rule because of its prompt."""
 
 
 class ServerPool:
@@ -137,9 +133,6 @@ class ServerPool:
                 index = await todo.get()
                 try:
                     done.put_nowait((index, await server.answer(requests[index])))
-                except _Busy:
-                    todo.put_nowait(index)
-                    await asyncio.sleep(REST_S)
                 except _Failed as error:
                     todo.put_nowait(index)
                     logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
@@ -186,7 +179,7 @@ class _Server:
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
         self.lock = asyncio.Lock()
-        self._answers = False  # some prompt, since `identify`
+        self._refuses = False  # some prompt
         end_of_turn = end_of_turn_id(target.tokenizer)
         self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
@@ -216,7 +209,7 @@ class _Server:
                 f"{self.url} serves {', '.join(repr(one['id']) for one in cards) or 'no model'}, but {asked}; serve "
                 "the target there, or set rollouts.server_model to the name that the target has there"
             )
-        self.error, self._answers = "", False
+        self.error = ""
         self.model, self.context_length = card["id"], card.get("max_model_len")
         self.provenance = {"model": self.model, "engine": card.get("owned_by"), "version": await self._version()}
         logger.info("%s answers as %s", self.url, self.provenance)
@@ -247,12 +240,10 @@ class _Server:
         try:
             reply = await self._ask("/completions", body)
         except _Refused as error:
-            if not self._answers:  # one id, to learn whether the prompt is the reason
-                await self._ask("/completions", {**body, "prompt": request.prompt_ids[:1], "max_tokens": 1})
-                self._answers = True
+            if not self._refuses:
+                self._refuses = True
                 logger.warning("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
             return GenerationResult([], REFUSED, server=self.provenance)
-        self._answers = True
         try:
             choice, model = reply["choices"][0], reply.get("model", self.model)
             reason, ids = choice["finish_reason"], choice.get("token_ids")
@@ -297,7 +288,7 @@ class _Server:
         except APIStatusError as error:
             said = f"status {error.status_code}: {_short(error.response.text)}"
             if error.status_code in LATER or error.status_code >= 500:
-                raise (_Busy if error.status_code == 429 else _Failed)(said) from error
+                raise _Failed(said) from error
             hint = "; set OPENAI_API_KEY to its key" if error.status_code in (401, 403) else ""
             kind = _Refused if error.status_code in TOO_LONG else ServerError
             raise kind(f"{self.url}{path} refuses ({said}){hint}") from error

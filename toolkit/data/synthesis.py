@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat_template import ChatTemplateError, decode, encode, render_text, special_ids
 from toolkit.data.conversations import Conversation, write_conversations
-from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
+from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, written_ids
 from toolkit.data.rollouts import drop_unanswered
 from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
@@ -104,7 +104,7 @@ def synthesise_prompts(
                 _request(prefixes[number % len(prefixes)], settings, derived_seed(seed, "prompt", number))
                 for number in numbers
             ]
-            for index, result in run_all(generate, requests):
+            for index, result in generate(requests):
                 number = numbers[index]
                 attempts.append({"attempt": number, "settings": mark, **_as_row(result)})
                 judge.ended[number] = result

@@ -19,14 +19,11 @@ import numpy as np
 import torch
 
 from toolkit.chat_rows import ROLES, encodable, read_message
-from toolkit.data.dataset_rows import HUB, is_dataset, load_rows, streamed_rows
+from toolkit.data.dataset_rows import is_dataset, load_rows, streamed_rows, valid_rows
 from toolkit.errors import TokenMapError, optional_package
 from toolkit.jsonl import DataError, read_lines, read_placed_rows
-from toolkit.log import get_logger
 from toolkit.tokenmap.counts import Corpus, CorpusCounts, Key
 from toolkit.weights import sha256_json
-
-logger = get_logger(__name__)
 
 ROW_SUFFIXES, TEXT_SUFFIXES, PARQUET = (".jsonl", ".json"), (".txt", ".md"), ".parquet"
 TEXT_FIELDS = ("text", "content", "response", "output", "completion", "answer", "prompt")
@@ -36,8 +33,6 @@ TEXT_CHARACTERS = 1 << 14  # text files are read as documents of at least so man
 BATCH = 256  # documents that are encoded at once
 # A corpus with more tasks than this is counted as one: such a field is no small set of tasks.
 MAX_TASKS = 64
-# A dataset whose first rows, this many, hold no text is of another kind.
-MAX_ROWS_WITHOUT_TEXT = 100
 
 Document = dict[str, Any]
 """text (None for ids), ids, task: what the row says that it is, held_out: of a rollout that is not trained on."""
@@ -58,7 +53,7 @@ def count_corpora(
     Disk: `cache` holds a copy of their text. Raises `TokenMapError` for a corpus without text, one that is held out as
     well, and ids outside [0, V); `DataError` for a file that cannot be read or changes meanwhile.
     """
-    both = set(map(_place, _sources(corpora))) & set(map(_place, _sources(held_out)))
+    both = _sources(corpora) & _sources(held_out)
     if both:
         raise TokenMapError(f"{min(both)} is counted and held out as well; leave it out of one of them")
     return tuple(
@@ -70,17 +65,16 @@ def count_corpora(
 
 def count_rollouts(path: Path, vocab_size: int) -> CorpusCounts:
     """Count the response ids of a rollouts file in this process. Raises as `count_corpora`."""
-    rows: list[dict[str, Any]] = []
-    batch: dict[str, list[Any]] = {}
     documents = 0
-    for documents, one in enumerate(documents_of(str(path), ()), 1):
-        for name, value in one.items():
-            batch.setdefault(name, []).append(value)
-        if documents % BATCH == 0:
-            rows += _rows(count_batch(batch, None, vocab_size))
-            batch = {}
-    rows += _rows(count_batch(batch, None, vocab_size)) if batch else []
-    return CorpusCounts(Corpus(str(path)), _added(rows, vocab_size), documents)
+
+    def counted() -> Iterator[dict[str, Any]]:
+        nonlocal documents
+        for one in documents_of(str(path), ()):
+            documents += 1
+            yield from _rows(count_batch({name: [value] for name, value in one.items()}, None, vocab_size))
+
+    counts = _added(counted(), vocab_size)
+    return CorpusCounts(Corpus(str(path)), counts, documents)
 
 
 def _count(
@@ -234,19 +228,9 @@ def _document(text: str | None, ids: Sequence[int] = (), task: str = "", held_ou
 
 
 def _dataset_documents(spec: str, roles: Sequence[str]) -> Iterator[Document]:
-    found, bad = False, []
-    for where, row in streamed_rows(spec, load_rows(spec, False, None)):
-        try:
-            documents = row_documents(dict(row), roles, where)
-        except (DataError, TokenMapError) as error:
-            bad.append(str(error))
-            if not found and len(bad) >= MAX_ROWS_WITHOUT_TEXT:
-                raise TokenMapError(f"none of the first {len(bad)} rows holds a text: {error}") from error
-            continue
-        found = True
+    rows = streamed_rows(spec, load_rows(spec, False, None))
+    for _, documents in valid_rows(spec, rows, lambda one: row_documents(dict(one[1]), roles, one[0]), "text"):
         yield from documents
-    if bad:
-        logger.warning(f"{spec}: {len(bad)} rows without text were skipped; one of them: {bad[0]}")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -311,17 +295,11 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _sources(corpora: Iterable[Corpus]) -> Iterator[str]:
-    for one in corpora:
-        yield from [one.spec] if is_dataset(one.spec) else map(str, files_of(one.spec))
-
-
-def _place(source: str) -> str:
-    """The one spelling of a source: a path is absolute and without links, a dataset has its split."""
-    if not is_dataset(source):
-        return str(Path(source).resolve())
-    name, _, split = source.removeprefix(HUB).partition(":")
-    return f"{Path(name).resolve() if Path(name).exists() else name}:{split or 'train'}"
+def _sources(corpora: Iterable[Corpus]) -> set[str]:
+    """Names of datasets, and absolute paths of files."""
+    specs = {one.spec for one in corpora}
+    datasets = {spec for spec in specs if is_dataset(spec)}
+    return datasets | {str(file.resolve()) for spec in specs - datasets for file in files_of(spec)}
 
 
 def _mark(spec: str) -> str:

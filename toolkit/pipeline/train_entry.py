@@ -22,8 +22,7 @@ from typing import Any
 from toolkit.errors import exit_status
 from toolkit.log import get_logger
 from toolkit.pipeline.launch import STAGES_DONE, check_packages
-from toolkit.pipeline.recipe_stages import recipe_stages, run_recipe, training_headline
-from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, recipe_stages, run_recipe, training_headline
 from toolkit.pipeline.stages import PipelineError, record_done
 from toolkit.recipe import DEMO_RECIPE, REPOSITORY, RecipeError, load_recipe
 from toolkit.recipe_fields import HeadName

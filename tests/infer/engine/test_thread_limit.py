@@ -11,7 +11,7 @@ import torch
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.thread_limit import Others, ThreadLimit
+from toolkit.thread_limit import ThreadLimit
 
 PROMPTS = [[3, 7, 11, 2, 9], [5, 1, 8], [13, 2, 2, 6, 17, 21, 4]]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -30,7 +30,7 @@ def changing_limit(engine: Engine) -> list[int]:
     seen: list[int] = []
     clock = itertools.count()
     load = itertools.accumulate(itertools.cycle([0.0] * 6 + [1.0] * 6))
-    engine._limited = ThreadLimit(2, lambda: Others(*[next(load)] * 2), lambda: 0.2 * next(clock)).limited
+    engine._limited = ThreadLimit(2, lambda: next(load), lambda: 0.2 * next(clock)).limited
     step = engine._schedule
 
     def schedule() -> list:
