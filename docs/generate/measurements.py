@@ -97,6 +97,13 @@ SECTIONS = (
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile",
     ),
     Section(
+        "A step and its products",
+        "How much of a step on a CPU is matrix products?",
+        "products-*.json",
+        tables.products,
+        command="python benchmarks/products_cpu.py",
+    ),
+    Section(
         "The engine on a GPU",
         "What does a round cost at the shape of a model of eight billion parameters, and where does its time go?",
         "engine-gpu-*.json",

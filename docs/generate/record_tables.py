@@ -113,6 +113,20 @@ def rollouts(record: Record) -> str:
     )
 
 
+def products(record: Record) -> str:
+    """A step beside its products, by rows."""
+    lines = (
+        (
+            str(row["rows"]),
+            decimal(row["products_ms"]),
+            decimal(row["step_ms"]),
+            f"{decimal(row['step_over_products'])}x",
+        )
+        for row in record["rows"]
+    )
+    return table(("rows", "products alone, ms", "a step, ms", "step over products"), lines)
+
+
 def servers(record: Record) -> str:
     """Times, throughput and errors of every server at every number of clients."""
     header = ("server", "clients", "first text, p50 and p99, ms", "a token, ms", "tokens/s")
