@@ -38,8 +38,7 @@ HEAD = """# Benchmarks
 TAIL = """
 ## Other records
 
-- Parts of a round and of a training step on a GPU, and the demo there, are told in
-  [On a GPU](performance.md#on-a-gpu); `benchmarks/results/` has their records.
+- Rounds, a training step and the demo on a GPU: [On a GPU](performance.md#on-a-gpu).
 """
 # Records of this project's own questions, which other pages tell.
 TOLD_ELSEWHERE = ("rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json")
