@@ -218,7 +218,7 @@ def _times(rounds: Iterable[Round]) -> list[dict[str, Any]]:
     """Return an entry for each mode (plain decoding too) and group of prompts that were decoded together, all turns."""
     first_of: dict[str, str] = {}  # question_id -> the first one of its group; the first turn has the whole group
     entries: dict[tuple[str, str], dict[str, Any]] = {}
-    for done in rounds:
+    for done in (done for done in rounds if done.mode != PERFECT):
         ids = [answer.question.prompt.question_id for answer in done.answers]
         for one in ids:
             first_of.setdefault(one, ids[0])
