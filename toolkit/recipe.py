@@ -119,7 +119,9 @@ class BenchSettings:
 
     __pydantic_config__ = STRICT
     prompts: Annotated[tuple[str, ...], Some] | None = setting(
-        None, "prompt files, each of several files a task; null: the 40 built-in prompts"
+        None,
+        "prompt files, or mt-bench, humaneval, gsm8k, speed-bench (from Hugging Face's hub), each of several a task; "
+        "null: the 40 built-in prompts",
     )
     limit: PositiveInt | None = setting(None, "prompts to measure, evenly over the tasks; null: all")
     max_tokens: PositiveInt = setting(96, "tokens of an answer at most")

@@ -17,34 +17,31 @@ Record = Mapping[str, Any]
 
 HEAD = """# Benchmarks
 
-After this page you can look up a measurement, judge how far to trust it, and repeat it.
-
-`python docs/generate` writes this page from the newest record of each question in `benchmarks/results/`. Rows that are
-slower than plain decoding are shown, too. A record has its command, settings and definitions.
+`python docs/generate` writes this page from the newest record of each question in `benchmarks/results/`. 
 
 ## How to read the tables
 
-- **accept_length** is the number of tokens committed per verify step, the target's own token included. The prompt's
-  first token, steps cut off by the end of an answer (but not of vLLM and llama.cpp), and plain steps are not counted.
-  It means nothing without its draft shape, temperature and number of verify steps.
+- **accept_length** is the number of tokens committed per verify step, the target's own token included. Plain
+  steps and steps cut off by the end of an answer (but not of vLLM and llama.cpp) are not counted.
 - **A draft shape** is `num_steps,top_k,num_draft_tokens`: levels, branches of a node, and verified nodes, root
-  included. A chain has one branch. Of adaptive drafting, accept_length counts drafted steps alone.
+  included. A chain has one branch.
 - **Intervals** in brackets are 95 % bootstrap intervals over prompts, or over groups of prompts that are timed
   together, where there are at least {least} of them.
-- **Speed** is a ratio within one run, in which all rows answer the same prompts in turns. Tokens per second of two
-  records must not be compared: machines, and what runs beside a measurement, differ.
+- **Speed** is a ratio within one run, whose rows answer the same prompts in turns. Tokens per second of two records
+  must not be compared.
 - **Answers** are compared with plain decoding's. In float32 they are equal. In bfloat16 a verify step of several nodes
-  rounds differently from a plain step. *Near-tie* counts answers whose first different token can be explained by
-  rounding: in one plain forward over the text before it, the logits of both tokens are within the rounding of the
-  largest logit. *Unequal* counts the others. Sampled answers of bfloat16 are *not judged*: the random number that drew
-  the token may lie in both tokens' intervals after rounding, but so may that of an error.
+  rounds differently. *Near-tie* counts answers whose first different token rounding can explain: in one plain forward,
+  both tokens' logits are within the rounding of the largest. *Unequal* counts the others. Sampled answers of bfloat16
+  are *not judged*.
 """
 
 TAIL = """
-## What has no record
+## Other records
 
-- The speed of real models on a GPU: [what ran there](performance.md#on-a-gpu).
+- Rounds, a training step and the demo on a GPU: [On a GPU](performance.md#on-a-gpu).
 """
+# Records of this project's own questions, which other pages tell.
+TOLD_ELSEWHERE = ("rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json")
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,20 @@ SECTIONS = (
         "How fast does the engine decode beside what else could be picked on a CPU, on the same prompts in turns?",
         "engine-smollm2-135m-*.json",
         tables.engine,
-        text="Rivals with `-eagle3` draft a chain by our exported head, those with `-ngram` by their own lookup; the "
-        "record has the settings of each. `ours-eagle3-adaptive` drafts by lookup, too, as `toolkit serve` does. "
+        text="Rivals with `-eagle3` draft a chain by our exported head, those with `-ngram` by their own lookup. "
+        "`ours-eagle3-adaptive` drafts by lookup, too, as `toolkit serve` does. "
         "`ours-null` is plain decoding beside a head that is never asked: where its interval lies beside 1x, all "
         "intervals of its batch are widened by as much. Ratios count all seconds, those of reading the prompt among "
         "them. A rival that drafts is compared with its own plain row, answers with those of our plain row of the "
-        "same weights. A record of before 2026-11-28 does not have the native layer; its rows `ours-*-compiled` used "
-        "torch.compile, which a CPU had then.",
+        "same weights. A record of before 2026-11-28 does not have the native layer.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile",
+    ),
+    Section(
+        "A step and its products",
+        "How much of a step on a CPU is matrix products?",
+        "products-*.json",
+        tables.products,
+        command="python benchmarks/products_cpu.py",
     ),
     Section(
         "The engine on a GPU",
@@ -108,36 +111,8 @@ SECTIONS = (
         "*eager*: each kernel is launched by the host; *graph*: rounds are recorded as CUDA graphs; *compiled*: "
         "recorded with compiled layers; `hf-generate-static`: transformers with a static cache, which it compiles. "
         "*Speed*: tokens a second over the plain row of the same kind. *Of the bandwidth*: bytes that a plain step "
-        "must read, over its time and the larger rate below. Parts are of a second measurement, recorded part by part.",
+        "must read, over its time and the larger rate below.",
         command="python benchmarks/engine_gpu.py --only llama",
-    ),
-    Section(
-        "Kernels of a round on a GPU",
-        "How many kernels does a recorded round launch at that shape, and which take the time?",
-        "rounds-*.json",
-        tables.rounds_gpu,
-        text="*apart*: transformers' layers; *fused*: ours, with cuBLAS's products; *skinny*: with our products of few "
-        "rows; *dependent*: also launched before the last kernel is over, so that kernels' times contain waiting.",
-        command="python benchmarks/rounds_gpu.py --kernels",
-    ),
-    Section(
-        "Batches and contexts on a GPU",
-        "Where do rounds of that shape become slow, and how fast are prompts read?",
-        "cliffs-*.json",
-        tables.cliffs_gpu,
-        text="One request among eight has log-probabilities or a penalty: such a batch runs eagerly today. A context "
-        "has as many tokens as the prompts of the record's settings. *Prefill*: of the whole batch, without a prefix "
-        "cache. *Predicted*: from bytes and operations, before the first run.",
-        command="python benchmarks/cliffs_gpu.py",
-    ),
-    Section(
-        "The demo's real weights on a GPU",
-        "Is the acceptance on a GPU that of a CPU?",
-        "gpu-demo-*.json",
-        tables.acceptance,
-        text="Float32, a weak head of few rollouts. Chain and tree take as many verify steps as on a CPU, and every "
-        "answer is plain decoding's. Adaptive drafting chooses by measured time, and runs eagerly on a GPU today.",
-        command="toolkit bench acceptance --dtype float32 --shape adaptive 4,1,5 4,4,16",
     ),
     Section(
         "Servers under load",
@@ -170,16 +145,6 @@ SECTIONS = (
         command="python benchmarks/training.py",
     ),
     Section(
-        "A training step on a GPU",
-        "What does a step of training cost at the shape of a model of eight billion parameters, and where does it go?",
-        "training-gpu-*.json",
-        tables.training_gpu,
-        text="Random weights, seven unrolled steps, fused AdamW. *before*: pieces of `2^23` logits in the loss; "
-        "*automatic*: larger pieces, and the diagonals of the attention in one kernel each way; *padded*, *packed*: "
-        "eight ragged texts, one or several a row; *torch*: plain torch. *Of the peak*: of `989 TFLOP/s`.",
-        command="python benchmarks/training_gpu.py",
-    ),
-    Section(
         "Adaptive drafting with a useless head",
         "What does adaptive drafting cost where nothing that the head drafts is right, and what does it gain else?",
         "engine-never-slower-*.json",
@@ -210,7 +175,7 @@ SECTIONS = (
 
 def page(results: Path = RESULTS) -> str:
     """The page. Raises FileNotFoundError for a section without a record, ValueError for a record without a section."""
-    shown: set[Path] = set()
+    shown = {path for files in TOLD_ELSEWHERE for path in results.glob(files)}
     parts, planned = [HEAD.format(least=LEAST_GROUPS)], []
     for section in SECTIONS:
         found = list(records_of(section, results))

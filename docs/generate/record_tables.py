@@ -41,10 +41,11 @@ def acceptance(record: Record) -> str:
 
 
 def engine(record: Record) -> str:
-    """Rows of batch sizes that were timed on more than one group of prompts."""
+    """Rows of batch sizes that were timed on more than one group of prompts; on a CPU ours is never compiled."""
     over = ("over `ours-plain`", "over its own plain row")
     header = ("engine", "bits a weight", "tokens/s", *over, "accept_length")
     rows = [row for row in record["rows"] if row["prompts"] // row["batch"] > 1]
+    rows = [row for row in rows if not re.fullmatch("ours.*-compiled", row["engine"])]  # no engine of today
     return table(
         (*header, "equal answers"),
         (
@@ -112,6 +113,20 @@ def rollouts(record: Record) -> str:
     )
 
 
+def products(record: Record) -> str:
+    """A step beside its products, by rows."""
+    lines = (
+        (
+            str(row["rows"]),
+            decimal(row["products_ms"]),
+            decimal(row["step_ms"]),
+            f"{decimal(row['step_over_products'])}x",
+        )
+        for row in record["rows"]
+    )
+    return table(("rows", "products alone, ms", "a step, ms", "step over products"), lines)
+
+
 def servers(record: Record) -> str:
     """Times, throughput and errors of every server at every number of clients."""
     header = ("server", "clients", "first text, p50 and p99, ms", "a token, ms", "tokens/s")
@@ -158,48 +173,6 @@ def engine_gpu(record: Record) -> str:
         ))  # fmt: skip
     found = ", ".join(f"{1e-12 * rate:.2f} TB/s by a {what}" for what, rate in record["card"]["bytes_per_s"].items())
     return f"{table(header, lines)}\nThe card moved {found}.\n"
-
-
-def rounds_gpu(record: Record) -> str:
-    """Kernels of a round: their number and their time."""
-    lines = []
-    for row in record["rows"]:
-        kernels = row["kernels"]  # None without --kernels
-        cells = (NONE, NONE) if kernels is None else (f"{kernels['count']:.0f}", f"{1e3 * kernels['seconds']:.2f}")
-        how = f"{row['variant']}, {row['how']}"
-        lines.append((how, str(row["batch"]), row["shape"], f"{1e3 * row['round_seconds']:.2f}", *cells))
-    return table(("rounds", "batch", "draft shape", "ms a round", "kernels", "their ms"), lines)
-
-
-def cliffs_gpu(record: Record) -> str:
-    """Rounds of mixed, drawn, long and large batches, and the reading of prompts."""
-    header = ("", "case", "batch", "draft shape", "ms", "predicted, ms", "times the first case", "tokens/s")
-    lines = (
-        (
-            row["part"], row["case"], str(row["batch"]), row["shape"], f"{1e3 * row['seconds']:.2f}",
-            f"{1e3 * row['predicted']:.2f}", f"{decimal(row['over'])}x", f"{row['tokens_per_s']:,.1f}",
-        )
-        for row in record["rows"]
-    )  # fmt: skip
-    return table(header, lines)
-
-
-def training_gpu(record: Record) -> str:
-    """A step of training by part, at a shape of eight billion parameters."""
-    parts = ("target", "labels", "head", "loss", "backward", "optimizer")
-    header = ("row", "ms a step", *(f"{part}, ms" for part in parts), "tokens/s", "of the peak", "GB")
-    lines = (
-        (
-            row["row"],
-            f"{1e3 * row['seconds_per_step']:.1f}",
-            *(f"{1e3 * row['parts'][part]:.1f}" for part in parts),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{100 * row['share_of_peak']:.0f} %",
-            f"{1e-9 * row['peak_memory_bytes']:.0f}",
-        )
-        for row in record["rows"]
-    )
-    return table(header, lines)
 
 
 def deterministic(record: Record) -> str:

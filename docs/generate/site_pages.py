@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import commands
-import drawing
 import python_api
 import recipe
 from mkdocs.structure.files import File
@@ -36,7 +35,7 @@ def metrics() -> str:
 
 
 PAGES = {"commands.md": commands.page, "recipe.md": recipe.page}
-BLOCKS = {"api": python_api.block, "glossary": glossary, "layers": drawing.block, "metrics": metrics}
+BLOCKS = {"api": python_api.block, "glossary": glossary, "metrics": metrics}
 
 
 def on_files(files: Any, config: Any) -> None:

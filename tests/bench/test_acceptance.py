@@ -52,10 +52,13 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
         "2,1,3",
         "3,2,6",
     ]
+    ceiling = record["ceiling"]
+    assert ceiling["drafts"] == 3 and ceiling["accept_length"] == 4.0 and ceiling["tokens_per_s"] > 0
     write_record(tmp_path / "acceptance.json", record)
     assert read_record(tmp_path / "acceptance.json", "acceptance") == json.loads(json.dumps(record, allow_nan=False))
     print_acceptance(record)
-    assert "chain 2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "chain 2" in out and "perfect drafts of 3 tokens would give 4.00 tokens a step" in out
 
 
 @pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.9), ("block", 0.0)])

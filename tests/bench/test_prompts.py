@@ -3,6 +3,7 @@ from collections import Counter
 
 import pytest
 
+from toolkit.bench import prompts as prompt_files
 from toolkit.bench.prompts import builtin_prompts, limited, read_prompt_files, read_prompts
 from toolkit.jsonl import DataError
 
@@ -91,3 +92,14 @@ def test_several_files_are_a_task_each(tmp_path):
     assert read_prompt_files(files[:1])[0].task == "writing", "one file keeps its categories"
     with pytest.raises(DataError, match="would be one task"):
         read_prompt_files([files[0], files[0]])
+
+
+def test_a_benchmark_by_name(monkeypatch):
+    """Rows that have a placeholder in place of their turns would measure the same sentence hundreds of times."""
+    rows = [
+        {"question_id": "a", "category": "coding", "turns": ["one", "two"]},
+        {"question_id": "b", "category": "math", "turns": [prompt_files.PLACEHOLDER]},
+    ]
+    monkeypatch.setattr(prompt_files, "load_rows", lambda source, streamed, seed: rows)
+    (only,) = read_prompt_files(["speed-bench"])
+    assert (only.question_id, only.task, only.turns) == ("a", "coding", ("one", "two"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from toolkit.bench.records import read_record
+from toolkit.infer.cpu import blocked_product
 
 WITHOUT_GPU = "--device cpu --target tiny --context 20 --rounds 2 --turns 1".split()
 
@@ -134,3 +135,13 @@ def test_servers(script, tiny_target_directory, draft_directory, tmp_path, monke
     assert [row["server"] for row in record["rows"]] == ["ours-plain", "ours-eagle3"]
     assert all(row["errors"] == 0 == row["other_texts"] and row["requests"] == 3 for row in record["rows"])
     assert record["left_out"]["transformers"] == "its process ended with 3: no such module"
+
+
+@pytest.mark.skipif(not blocked_product.available(), reason="this machine has no packed products")
+def test_products_on_a_cpu(script, tiny_target_directory, tmp_path) -> None:
+    """A row for each number of rows that a step has."""
+    out = tmp_path / "record.json"
+    line = ["--target", str(tiny_target_directory), "--dtype", "bfloat16", "--limit", "2", "--max-tokens", "40"]
+    assert script("products_cpu").main([*line, "--rows", "6", "--out", str(out)]) == 0
+    rows = read_record(out, "products")["rows"]
+    assert [row["rows"] for row in rows] == [1, 6] and all(row["step_ms"] > 0 < row["products_ms"] for row in rows)

@@ -16,7 +16,7 @@ from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
-from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, recommended_row, shape_text, tabulate
+from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, ceiling_of, recommended_row, shape_text, tabulate
 from toolkit.bench.side_by_side import (
     Mode,
     Progress,
@@ -60,6 +60,8 @@ DEFINITIONS = {
     "forced_accept_length": "drafts were accepted by chance to this accept_length, whatever the target said: only "
     "times mean anything; settings.forced_accept_rate: the conditional rates by depth",
     "shallow_steps": "steps whose drafts were not as deep as the forced rates, so that they accepted less",
+    "ceiling": "perfect drafts: a chain of `drafts` tokens of plain decoding's answer in every step, without a head: "
+    "what this engine can gain from drafts of that depth",
     "times": "decode phase of each group of prompts that were decoded together, all turns; for comparisons of records",
 }
 
@@ -122,7 +124,8 @@ def measure_acceptance(
     kept = None if keep is None else _resume_log(keep, target, draft, settings)
     turns: Any = {"batch": config.max_running_requests, "warmup": warmup, "keep": kept, "on_progress": on_progress}
     config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
-    with _modes(target, draft, shapes, most, config, forced) as modes:
+    perfect = _perfect_depth(target, draft, shapes, most, forced)
+    with _modes(target, draft, shapes, most, config, forced, perfect) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
     judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
     return make_record(
@@ -130,6 +133,7 @@ def measure_acceptance(
         command or command_line(),
         settings,
         **tabulate(rounds, shapes, target, temperature, draft.kind, *judged),
+        ceiling=None if perfect is None else ceiling_of(rounds, perfect),
         target=measured_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
@@ -198,13 +202,14 @@ def _modes(
     most: DraftShape | None,
     config: EngineConfig,
     forced: ForcedAcceptance | None,
+    perfect: int | None,
 ) -> Iterator[list[Mode]]:
-    """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
+    """Yield plain decoding, adaptive drafting up to `most` (None: without it), every shape, and perfect drafts.
 
     Plain decoding has its own engine, without the cost of a head, and so have the modes of adaptive drafting.
     """
     adaptive = {} if most is None else _adaptive_modes(draft, config)
-    count = 1 + len(adaptive) + bool(shapes)
+    count = 1 + len(adaptive) + bool(shapes) + (perfect is not None)
     with SideBySide(config, target, count, forced=forced) as engines:
         modes = [Mode(engines.open(verify="target", lookup=None, lookup_corpus=None), None)]
         for name, options in adaptive.items():
@@ -213,7 +218,18 @@ def _modes(
         if shapes:
             speculative = engines.open(draft, shapes[0])
             modes += [Mode(speculative, shape) for shape in shapes]
+        if perfect is not None:
+            modes.append(engines.open_perfect(perfect))
         yield modes
+
+
+def _perfect_depth(
+    target: Target, draft: Draft, shapes: Sequence[DraftShape], most: DraftShape | None, forced: ForcedAcceptance | None
+) -> int | None:
+    """The tokens of a perfect draft; None: not measured. On a GPU its rounds are eager and would be no ceiling."""
+    if forced is not None or target.device.type != "cpu":
+        return None
+    return (most or adaptive_limit(shapes, draft)).num_steps
 
 
 def measured_summary(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,34 @@
-"""Benchmark prompts: files in MT-bench's format, files of conversations, or the forty built-in prompts.
+"""Benchmark prompts: files in MT-bench's format, files of conversations, BENCHMARKS by name, or the built-in prompts.
 
 One JSON object per line: `{"question_id": 7, "category": "math", "turns": ["first user turn", "second user turn"]}`,
 or a conversation (`messages`, or ShareGPT's `conversations`), whose system message and user turns are taken.
-Other keys (`reference`, ...) are ignored.
+Other keys (`reference`, ...) are ignored. BENCHMARKS are read from Hugging Face's hub through `datasets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.data.conversations import conversation_from_row
+from toolkit.data.dataset_rows import load_rows
 from toolkit.jsonl import DataError, read_rows
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
 
 BUILTIN = "built-in"
+# By name: the dataset, and the column of its user turns: one text, or a list of them.
+BENCHMARKS = {
+    "mt-bench": ("hub:HuggingFaceH4/mt_bench_prompts:train", "prompt"),
+    "humaneval": ("hub:openai/openai_humaneval:test", "prompt"),
+    "gsm8k": ("hub:openai/gsm8k/main:test", "question"),
+    "speed-bench": ("hub:nvidia/SPEED-Bench/qualitative:test", "turns"),
+}
+# SPEED-Bench has this in place of turns whose licence forbids a copy; NVIDIA's prepare_data.py fetches them.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 
 @dataclass(frozen=True)
@@ -34,13 +47,13 @@ def builtin_prompts() -> list[Prompt]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a prompts file. The task of a row without a category is the name of the file.
+    """Read a prompts file, or one of BENCHMARKS by its name, which is the task of a row without a category.
 
-    Raises `DataError` with file:line for an invalid row, and for a file without rows.
+    Raises `DataError` with file:line for an invalid row, for a file without rows and an unreadable dataset.
     """
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for number, row in read_rows(path):
+    for number, row in _benchmark_rows(str(path)) if str(path) in BENCHMARKS else read_rows(path):
         where, stem = f"{path}:{number}", Path(path).stem
         prompt = _prompt(row, where, stem, number)
         if prompt.question_id in seen:
@@ -53,6 +66,21 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     if not prompts:
         raise DataError(f"{path} has no rows; at least one prompt is required")
     return prompts
+
+
+def _benchmark_rows(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of one of BENCHMARKS as those of a file; rows whose turns are not in the dataset are left out."""
+    source, column = BENCHMARKS[name]
+    rows, absent = load_rows(source, streamed=False, seed=None), 0
+    for number, row in enumerate(rows, 1):
+        turns = [row[column]] if isinstance(row[column], str) else list(row[column])
+        if any(PLACEHOLDER in turn for turn in turns):
+            absent += 1
+            continue
+        kept = {key: row[key] for key in ("question_id", "category") if row.get(key) is not None}
+        yield number, {**kept, "turns": turns}
+    if absent:
+        logger.warning("%d of the %d rows of %s are placeholders and are left out", absent, len(rows), name)
 
 
 def _prompt(row: Mapping[str, Any], where: str, default_task: str, number: int) -> Prompt:
@@ -68,7 +96,7 @@ def _prompt(row: Mapping[str, Any], where: str, default_task: str, number: int) 
 
 
 def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
-    """Read one file as `read_prompts` does; of several files, each is one task, and categories are ignored.
+    """Read one file or name as `read_prompts` does; of several, each is one task, and categories are ignored.
 
     The task has the name of its file, or of its folder when several files have that name. Raises `DataError`.
     """

@@ -12,7 +12,7 @@ import torch
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
-from toolkit.bench.side_by_side import LoggedAnswer, Round
+from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.token_distribution import uniform
@@ -68,6 +68,14 @@ def tabulate(
             row |= _row(rounds, mode, task, judged if check_tokens else None)
             rows.append(row if forced is None else {**row, **_forced(rounds, mode, task, forced)})
     return {"rows": rows, "answers": answers, "times": _times(rounds), "divergences": divergences}
+
+
+def ceiling_of(rounds: Sequence[Round], depth: int) -> dict[str, Any]:
+    """Return what perfect drafts of `depth` tokens gain: accept_length, speed and speedup over all prompts."""
+    stats = summarise(event for answer in _answers(rounds, PERFECT) for event in answer.events)
+    speed = _speed(rounds, PERFECT, ALL)
+    kept = ("tokens_per_s", "speedup", "decode_s", "prefill_s")
+    return {"drafts": depth, "accept_length": number(stats.accept_length), **{key: speed[key] for key in kept}}
 
 
 def _forced(rounds: Sequence[Round], mode: str, task: str, forced: ForcedAcceptance) -> dict[str, Any]:
@@ -210,7 +218,7 @@ def _times(rounds: Iterable[Round]) -> list[dict[str, Any]]:
     """Return an entry for each mode (plain decoding too) and group of prompts that were decoded together, all turns."""
     first_of: dict[str, str] = {}  # question_id -> the first one of its group; the first turn has the whole group
     entries: dict[tuple[str, str], dict[str, Any]] = {}
-    for done in rounds:
+    for done in (done for done in rounds if done.mode != PERFECT):
         ids = [answer.question.prompt.question_id for answer in done.answers]
         for one in ids:
             first_of.setdefault(one, ids[0])

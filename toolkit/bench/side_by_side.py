@@ -24,11 +24,14 @@ from toolkit.bench.prompts import Prompt
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.cache.cache_manager import GPU_SHARE
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.drafter import NoDrafter
+from toolkit.infer.drafters.lookup import NgramLookup, with_chains
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape, DraftTree, root_only
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
@@ -37,6 +40,7 @@ from toolkit.targets.target import Target
 from toolkit.weights import sha256_json
 
 WARMUP_TOKENS = 16
+PERFECT = "perfect drafts"  # the mode of `PerfectDrafter`
 Progress = Callable[[int, int], None]
 AnyMode = TypeVar("AnyMode")
 
@@ -65,6 +69,29 @@ class Mode:
         if self.adaptive:
             return ADAPTIVE
         return PLAIN if self.shape is None else self.shape.name
+
+
+class PerfectDrafter(NoDrafter):
+    """Drafts known answers, a chain of `depth` tokens a step: what the engine gains when every draft is right.
+
+    answers: by the ids of a prompt.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        drafts = [list(self._following(request)) if request.speculative else [] for request in requests]
+        roots = root_only(rows.roots)
+        return with_chains(roots, rows.roots, drafts) if any(drafts) else roots
+
+    def _following(self, request: Request) -> tuple[int, ...]:
+        written = len(request.output_ids)
+        return self.answers.get(tuple(request.prompt_ids), ())[written : written + self.depth]
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.depth = shape.num_steps
 
 
 def run_side_by_side(
@@ -127,9 +154,15 @@ def _answer_group(
             history.append(_user(prompt.turns[turn]))
             ids = tuple(prompt_ids(tokenizer, history))
             questions.append(Question(prompt, turn, ids, sampling.params(prompt, turn)))
-        for mode in rotated(modes, place + turn):
+        # Perfect drafts are plain decoding's answers, so they come last.
+        for mode in sorted(rotated(modes, place + turn), key=lambda one: one.name == PERFECT):
             done = _answer(mode, questions)
             yield done
+            if done.mode == PLAIN:
+                known = {answer.question.prompt_ids: answer.output_ids for answer in done.answers}
+                for one in modes:
+                    if one.name == PERFECT:
+                        one.engine.drafter.answers = known  # type: ignore[attr-defined]
             for answer in done.answers if mode.name == PLAIN else ():
                 text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
                 histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
@@ -346,6 +379,14 @@ class SideBySide(ExitStack):
             tokens = pool.capacity * pool.page_size
             self._config = replace(self._config, mem_fraction_static=None, max_total_tokens=tokens)
         return engine
+
+    def open_perfect(self, depth: int) -> Mode:
+        """Open an engine that drafts known answers, `depth` tokens a step."""
+        shape, plainly = DraftShape.chain(depth), {"lookup": None, "lookup_corpus": None, "token_map": None}
+        confidence = EngineConfig().draft_confidence
+        engine = self.open(NgramLookup(), shape, verify="target", draft_confidence=confidence, **plainly)
+        engine.drafter = PerfectDrafter(depth)
+        return Mode(engine, shape, label=PERFECT)
 
 
 def with_context(config: EngineConfig, longest: int, max_tokens: int) -> EngineConfig:

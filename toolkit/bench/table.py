@@ -51,7 +51,13 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
         console.print(Text(f"By task, {shape_name(headline)}{forced_text(record, ', ')}", style="bold"))
         tasks = [(f"{row['task']} ({row['prompts']})", row) for row in by_task]
         console.print(_table(tasks, "task (prompts)", None, console.width))
-    for line in (drafted_line(record), verdict_line(record), cost_line(record), outcome_line(record)):
+    for line in (
+        drafted_line(record),
+        verdict_line(record),
+        cost_line(record),
+        outcome_line(record),
+        ceiling_line(record),
+    ):
         if line:
             console.print(Text(line))
 
@@ -174,6 +180,16 @@ def outcome_line(record: dict[str, Any]) -> str:
         first += f" Drafting a {shape_name(best)} in every step (--shape {shape_text(best)}) is faster here: "
         first += f"{best['speedup']:.2f}x."
     return first
+
+
+def ceiling_line(record: dict[str, Any]) -> str:
+    """Return what perfect drafts would gain, so that a user sees whether the head or the engine limits the speed."""
+    ceiling = record.get("ceiling")
+    if not ceiling or ceiling["speedup"] is None or ceiling["accept_length"] is None:
+        return ""
+    gained = f"{ceiling['accept_length']:.2f} tokens a step, {ceiling['tokens_per_s']:.1f} tokens/s"
+    drafts = count_of(ceiling["drafts"], "token")
+    return f"The engine's ceiling: perfect drafts of {drafts} would give {gained}: {times(ceiling['speedup'])}."
 
 
 def forced_text(record: dict[str, Any], lead: str = "") -> str:

@@ -64,8 +64,8 @@ def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--prompts",
         nargs="+",
         metavar="FILE",
-        help="prompts in MT-bench's form or conversations (messages), each of several files a task (default: the 40 "
-        "built-in ones)",
+        help="prompts in MT-bench's form or conversations (messages), or mt-bench, humaneval, gsm8k, speed-bench (from "
+        "Hugging Face's hub), each of several a task (default: the 40 built-in ones)",
     )
     group.add_argument("--limit", type=int, metavar="N", help="measure N prompts, evenly over the tasks")
     group.add_argument(

@@ -225,7 +225,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             folder="bench",
             outputs=(*measured, MEASURED),
             settings={**target, **bits, "bench": result_settings(recipe.bench)},
-            inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
+            inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=_files_of(recipe.bench.prompts)),
             work=partial(_work, "measure", run),
             check=run.check_bench,
         ),
@@ -291,6 +291,13 @@ def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = Tr
     target = run.recipe.target
     template = local_files(target.chat_template, "template", ())
     return {**files, **local_files(target.model, "target", _TARGET_FILES), **template} if target_too else files
+
+
+def _files_of(prompts: Sequence[str] | None) -> list[str]:
+    """The prompts that are files; benchmarks count by their name."""
+    from toolkit.bench.prompts import BENCHMARKS
+
+    return [one for one in prompts or () if one not in BENCHMARKS]
 
 
 def local_files(name: str | None, what: str, patterns: Sequence[str]) -> dict[str, Path]:
