@@ -26,7 +26,8 @@ TYPICAL = (
     "eagle3/3,3,8/asking/target/deterministic",
 )  # fmt: skip
 SWEEP = (
-    "none//cut", "eagle3/3,1,4/drawn", "eagle3/3,1,4/penalty", "eagle2/3,1,4/asking", "mtp/3,3,8/drawn", "adaptive/3,3,8/asking",
+    "none//cut", "eagle3/3,1,4/drawn", "eagle3/3,1,4/penalty",
+    "eagle2/3,1,4/asking", "mtp/3,3,8/drawn", "adaptive/3,3,8/asking",
     "ngram/3,1,4/asking", "composed/3,3,8/asking", "eagle3/3,1,4/cut/rejection", "eagle3/3,1,4/asking/auto",
     "composed/3,1,4/asking/rejection",
 )  # fmt: skip

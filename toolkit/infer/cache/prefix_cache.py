@@ -108,7 +108,7 @@ class PrefixCache:
         missing = pages - self._pool.free
         if missing <= 0:
             return True
-        going = self._evictable()[:missing]
+        going = self._evictable(missing)
         if len(going) < missing:
             return False
         for node in going:
@@ -117,8 +117,8 @@ class PrefixCache:
             self._pool.drop(node.page)
         return True
 
-    def _evictable(self) -> list[_Node]:
-        """Nodes that only the cache holds, and whose descendants only the cache holds; the least recent first."""
+    def _evictable(self, most: int) -> list[_Node]:
+        """The `most` least recent nodes that only the cache holds, and whose descendants only the cache holds."""
         found: list[_Node] = []
         staying: set[int] = set()  # ids of dictionaries with a node that stays: their parents stay too
         for node in self._recency:
@@ -126,6 +126,8 @@ class PrefixCache:
                 staying.add(id(node.above))
             else:
                 found.append(node)
+                if len(found) == most:
+                    break
         return found
 
     def _path(self, tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
