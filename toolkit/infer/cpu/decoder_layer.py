@@ -85,13 +85,22 @@ class NativeLayer:
         self._held = [*layer.parameters(), *layer.buffers(), attention.q_proj.joined, mlp.gate_proj.joined]
 
     def run(
-        self, x: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, metadata: Any, place: int, scoring: Scoring
+        self,
+        x: Tensor,
+        embeds: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        stride: int,
+        shape: tuple[int, int],
+        attend: tuple[Any, int, Scoring],
     ) -> Tensor:
-        """x and embeds [B, N, H], cos and sin [B, N, D] of equal strides -> [B, N, H]. place: number in the cache."""
-        (rows, tokens, _), stride, out = x.shape, cos.stride(1), torch.empty_like(x)
-        assert cos.stride() == sin.stride() == (tokens * stride, stride, 1) or rows * tokens == 1
+        """x and embeds [T, H], contiguous -> [T, H]; T may be two dimensions.
+
+        rotation: cos and sin [T, D], `stride` from row to row. shape: (B, N). attend: the attention metadata, the
+        layer's number in the cache, the scoring.
+        """
+        (rows, tokens), (metadata, place, scoring), out = shape, attend, torch.empty_like(x)
         of_embeds = None if embeds is None else embeds.data_ptr()
-        inputs = (x.data_ptr(), of_embeds, cos.data_ptr(), sin.data_ptr(), stride)
+        inputs = (x.data_ptr(), of_embeds, *(one.data_ptr() for one in rotation), stride)
         in_place = metadata.row_attention(place, scoring, x.dtype)
         if in_place is not None:
             attention, keys, values = in_place
@@ -128,8 +137,10 @@ class DecoderLayer(NativeLayer):
         x, rows = hidden_states.contiguous(), len(hidden_states)
         cos, sin = position_embeddings
         if len(cos) != rows:
-            cos, sin = cos.expand(rows, -1, -1).contiguous(), sin.expand(rows, -1, -1).contiguous()
-        return self.run(x, None, cos, sin, attention_metadata, self._place, self._scoring)
+            cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        where = attention_metadata, self._place, self._scoring
+        return self.run(x, None, (cos, sin), cos.shape[2], (rows, x.shape[1]), where)
 
 
 class HeadLayer(NativeLayer):
@@ -143,12 +154,9 @@ class HeadLayer(NativeLayer):
     def __call__(self, *given: Any) -> Tensor:
         """(embeds [T, H] if the layer reads them,) hidden [T, H], cos and sin [T, 1, D], attend -> [T, H]."""
         *inputs, cos, sin, attend = given
-        shape = (*attend.shape, -1)
-        *embeds, x = (one.contiguous().view(shape) for one in inputs)
-        cos, sin = (one.view(shape) for one in (cos, sin))
-        place = attend.next_place()
-        out = self.run(x, embeds[0] if embeds else None, cos, sin, attend.metadata, place, attend.scoring)
-        return out.flatten(0, 1)
+        *embeds, x = (one.contiguous() for one in inputs)
+        where = attend.metadata, attend.next_place(), attend.scoring
+        return self.run(x, embeds[0] if embeds else None, (cos, sin), cos.stride(0), attend.shape, where)
 
 
 def decoder_layer(layer: Any, place: int, scoring: Scoring) -> DecoderLayer | None:
