@@ -42,7 +42,7 @@ def head_of(kind: str, quantization: str | None, seed: int = 0) -> torch.nn.Modu
     torch.manual_seed(seed)
     install_native_ops(torch.device("cpu"))
     head = HEADS[kind]().bfloat16().eval().requires_grad_(False)
-    for name, one in head.named_parameters():
+    for one in head.parameters():
         one.copy_(torch.rand_like(one) + 0.5 if one.dim() == 1 else torch.randn_like(one) * 0.15)
     if quantization is not None:
         (quantize_head if quantization == "int8" else pack_linears)(head)

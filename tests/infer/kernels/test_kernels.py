@@ -158,7 +158,7 @@ def test_kernels_equal_their_references_on_a_gpu() -> None:
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
     # An engine of this process may have installed native ones.
-    plain = replace(ops_for("cpu"), row_attention=None, decoder_layer=None)
+    plain = replace(ops_for("cpu"), row_attention=None, decoder_layer=None, head_layer=None, head_norm=None)
     assert plain == REFERENCE
     kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")

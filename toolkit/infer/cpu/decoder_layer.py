@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.heads.decoder_layer import AttendingLayer, rms_norm
+from toolkit.heads.decoder_layer import rms_norm
 from toolkit.infer.cpu.blocked_product import BlockedLinear, JoinedProduct
 from toolkit.infer.cpu.compile_cpp import load_vectorised
 from toolkit.infer.kernels.paged_reference import Scoring
@@ -50,13 +50,13 @@ def load_library() -> ctypes.CDLL | None:
     library = load_vectorised(SOURCE)
     if library is not None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        inputs = [address] * 4 + [number]  # x, embeds, cos, sin, stride
+        inputs: list[Any] = [address] * 4 + [number]  # x, embeds, cos, sin, stride
         whole, before = library.toolkit_decoder_layer, library.toolkit_before_attention
         after, norm = library.toolkit_after_attention, library.toolkit_rms_norm
-        whole.argtypes = [address] * 2 + inputs + [address] * 3 + [ctypes.c_double]
+        whole.argtypes = [address, address, *inputs, address, address, address, ctypes.c_double]
         before.argtypes = [address, *inputs, address, number]
-        after.argtypes = [address] * 4 + [number]
-        norm.argtypes = [address] * 2 + [ctypes.c_double, address] + [number] * 2
+        after.argtypes = [address, address, address, address, number]
+        norm.argtypes = [address, address, ctypes.c_double, address, number, number]
         whole.restype = before.restype = after.restype = norm.restype = None
     return library
 
@@ -170,8 +170,10 @@ def decoder_layer(layer: Any, place: int, scoring: Scoring) -> DecoderLayer | No
     return DecoderLayer(layer, place, scoring, library)
 
 
-def head_layer(layer: AttendingLayer) -> HeadLayer | None:
-    """A draft head's layer in native calls; None unless its weights are packed for them. They may change in place."""
+def head_layer(layer: Any) -> HeadLayer | None:
+    """A draft head's layer, an `AttendingLayer`, in native calls; None unless its weights are packed for them.
+
+    They may change in place later."""
     library = load_library()
     if library is None or not _is_packed(layer, layer.post_attention_layernorm.weight.numel()):
         return None

@@ -6,7 +6,7 @@ stages of the head. Of the inputs: R rows, P positions held a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -131,9 +131,11 @@ class HeadReader:
         self._scoring = Scoring(shape.head_dim**-0.5, self.window)
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
         native = ops_for(target.device.type).head_layer
+        self._native: dict[nn.Module, Callable[..., Tensor]] = {}  # the forwards of layers that have a native one
         layers = [one for one in head.module.modules() if isinstance(one, AttendingLayer)]
-        calls = {} if native is None else {layer: native(layer) for layer in layers}
-        self._native = {layer: call for layer, call in calls.items() if call is not None}
+        for layer in layers:
+            if native is not None and (call := native(layer)) is not None:
+                self._native[layer] = call
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
