@@ -14,6 +14,7 @@ from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.attention import target_forward
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
@@ -377,3 +378,13 @@ def test_length_dependent_rope_limits_the_context(small_target):
     """Dynamic ropes change all positions once a length is passed, which cached keys cannot follow."""
     target = build("llama", {"rope_parameters": DYNAMIC_ROPE}, small_target.tokenizer)
     assert Engine(target).context_length == 64
+
+
+def test_memory_that_runs_out_is_not_an_unsupported_family(tiny_target, monkeypatch):
+    def fails(*_given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(target_forward.TargetForward, "compare_logits", fails)
+    with pytest.raises(TargetError, match="memory ran out on cpu .*CUDA out of memory") as caught:
+        Engine(tiny_target)
+    assert not isinstance(caught.value, UnsupportedTargetError)

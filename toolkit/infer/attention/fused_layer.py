@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -204,17 +204,22 @@ class FusedLayers:
         """Whether the op `linear` may compute this layer: there are fused layers, and the layer is a plain one."""
         return self._by_kernels and bool(self._calls) and _is_plain(linear)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager: these layers run fused, unless gradients are recorded. Hooks of the layers still fire."""
-        calls = {} if torch.is_grad_enabled() else self._calls
-        for layer, call in calls.items():
-            layer.__dict__["forward"] = call
-        try:
-            yield
-        finally:
-            for layer in calls:
-                layer.__dict__.pop("forward", None)
+    def running(self) -> AbstractContextManager[None]:
+        """Context manager: these layers run fused, unless gradients are recorded."""
+        return replaced({} if torch.is_grad_enabled() else self._calls)
+
+
+@contextmanager
+def replaced(calls: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Context manager: the layers' forwards are these calls. Hooks of the layers still fire. Compiled layers stay."""
+    calls = {layer: call for layer, call in calls.items() if "forward" not in layer.__dict__}
+    for layer, call in calls.items():
+        layer.__dict__["forward"] = call
+    try:
+        yield
+    finally:
+        for layer in calls:
+            layer.__dict__.pop("forward", None)
 
 
 def _fused_call(layer: Any, place: int, scoring: Scoring, ops: Ops) -> Callable[..., Tensor] | None:

@@ -177,6 +177,23 @@ class InOrderMetadata(AttentionMetadata):
         return paths_of(self._node_mask)
 
 
+class PagedAttend:
+    """The `Attend` of one pass over the layers of a draft head, in order. shape: (B, N)."""
+
+    def __init__(self, metadata: AttentionMetadata, scoring: Scoring, shape: tuple[int, int]) -> None:
+        self.metadata, self.scoring, self.shape = metadata, scoring, shape
+        self._next = 0
+
+    def next_place(self) -> int:
+        """The number in the cache of the layer that attends now."""
+        self._next += 1
+        return self._next - 1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(*self.shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return self.metadata.attend(self.next_place(), q, k, v, self.scoring).flatten(0, 1)
+
+
 def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
     """Return the metadata for the next `tokens` prompt tokens (padded on the right) of rows first_row .. first_row+B-1.
 

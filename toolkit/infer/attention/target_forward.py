@@ -54,15 +54,20 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call
 register_attention(ATTENTION, _attend)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 class TargetForward:
     """The target's body with the engine's attention. Other users of the model keep their own attention setting.
 
     deterministic: a token's hidden state has the same bits in every batch, part of a prompt and draft tree. The modules
     of the target are changed for it, in place (batch_invariant.py).
 
-    The constructor raises UnsupportedTargetError if a layer does not call the engine's attention, if it uses an
-    unsupported attention feature, if the engine's logits differ from the model's own, or if bits differ where they
-    must not.
+    The constructor raises TargetError if memory runs out; UnsupportedTargetError if a layer does not call the engine's
+    attention, if it uses an unsupported attention feature, if the engine's logits differ from the model's own, or if
+    bits differ where they must not.
     """
 
     def __init__(self, target: Target, *, deterministic: bool = False) -> None:
@@ -88,6 +93,10 @@ class TargetForward:
         except TargetError:
             raise
         except FOREIGN as error:
+            if out_of_memory(error):
+                raise TargetError(
+                    f"memory ran out on {target.device} while the engine checked {type(target.model).__name__}: {error}"
+                ) from error
             raise UnsupportedTargetError(
                 f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
                 f"{error}); use a target of another family, or Hugging Face's generate"

@@ -6,16 +6,16 @@ stages of the head. Of the inputs: R rows, P positions held a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.decoder_layer import PLAIN, Attend, LayerOps, using
+from toolkit.heads.decoder_layer import PLAIN, Attend, AttendingLayer, LayerOps, using
 from toolkit.heads.draft_head import DraftHead
-from toolkit.infer.attention.metadata import AttentionMetadata
+from toolkit.infer.attention.fused_layer import replaced
+from toolkit.infer.attention.metadata import AttentionMetadata, PagedAttend
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels import reference
@@ -110,7 +110,7 @@ class DraftingHead:
 def _layer_ops(ops: Ops) -> LayerOps:
     """The device's kernels for a head's layers."""
     if ops.rms_norm is reference.rms_norm:
-        return PLAIN
+        return PLAIN if ops.head_norm is None else PLAIN._replace(rms_norm=ops.head_norm)
     return LayerOps(ops.rotate, ops.gated, lambda x, weight, eps: ops.rms_norm(x, weight, eps, 0.0, False))
 
 
@@ -130,20 +130,22 @@ class HeadReader:
         self.window = head.config.sliding_window
         self._scoring = Scoring(shape.head_dim**-0.5, self.window)
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
+        native = ops_for(target.device.type).head_layer
+        self._native: dict[nn.Module, Callable[..., Tensor]] = {}  # the forwards of layers that have a native one
+        layers = [one for one in head.module.modules() if isinstance(one, AttendingLayer)]
+        for layer in layers:
+            if native is not None and (call := native(layer)) is not None:
+                self._native[layer] = call
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
     ) -> Tensor:
         """Runs a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
         rows, new = tokens.shape
-        layers = count()
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
-
+        attend = PagedAttend(metadata, self._scoring, (rows, new))
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        with replaced(self._native):
+            out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
 

@@ -35,10 +35,10 @@ Use = Literal["serving", "rollouts", "training"]
 
 
 def install_native_ops(device: torch.device) -> None:
-    """Install the C++ attention for few new nodes and the C++ decoder layer if the device is a CPU."""
+    """Install the C++ attention for few new nodes and the C++ decoder layers if the device is a CPU."""
     if device.type == "cpu":
-        ops = replace(REFERENCE, row_attention=attention.row_attention, decoder_layer=decoder_layer.decoder_layer)
-        install("cpu", ops)
+        layers = {name: getattr(decoder_layer, name) for name in ("decoder_layer", "head_layer", "head_norm")}
+        install("cpu", replace(REFERENCE, row_attention=attention.row_attention, **layers))
 
 
 def load_target(
@@ -137,6 +137,7 @@ def native_functions() -> list[tuple[Any, str]]:
         "toolkit_decoder_layer": decoder_layer.load_library(),
         "toolkit_before_attention": decoder_layer.load_library(),
         "toolkit_after_attention": decoder_layer.load_library(),
+        "toolkit_rms_norm": decoder_layer.load_library(),
         **dict.fromkeys(attention.FUNCTIONS.values(), attention.load_library()),
     }
     return [(library, name) for name, library in libraries.items() if library is not None]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.attention.target_forward import TargetForward, out_of_memory
 from toolkit.infer.cache.cache_manager import KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
@@ -56,11 +56,6 @@ from toolkit.thread_limit import thread_limit
 logger = get_logger(__name__)
 
 DEFAULTS = EngineConfig(verify="target")
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_of(config: EngineConfig) -> MemorySettings:

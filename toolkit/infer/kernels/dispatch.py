@@ -35,7 +35,7 @@ class Ops:
     paged_width: widest head for which attention reads pages in place; 0: gather pages instead, which is faster.
     row_attention: attention of few new nodes in one call; None: not available.
     decoder_layer: a layer, its place in the cache and its attention's scoring -> its forward by native calls; None: not
-    available.
+    available. head_layer: the same for a draft head's layer. head_norm: `heads.decoder_layer.rms_norm` in native code.
     """
 
     argmax: Callable[[Tensor], Tensor]
@@ -62,6 +62,8 @@ class Ops:
     paged_width: int
     row_attention: ChooseRowAttention | None = None
     decoder_layer: Callable[[Any, int, Scoring], Callable[..., Tensor] | None] | None = None
+    head_layer: Callable[[Any], Callable[..., Tensor] | None] | None = None
+    head_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
 
     @property
     def has_kernels(self) -> bool:
