@@ -32,7 +32,7 @@ UPCAST = not isinstance(merge_parts, JITFunction)
 def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
     """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b has position starts[b] + n; it attends to keys up to it."""
     launch = _Launch(q, pages, scoring)
-    parts = launch.causal_part_count(pages.span)
+    parts = launch.part_count(pages.span)
     out, part_out, part_lse = launch.outputs(parts)
     whole = parts == 1
     causal_parts[(launch.programs, launch.tiles, parts)](
@@ -81,21 +81,13 @@ class _Launch:
         largest = MAX_TILE[size] // max(widest, block)
         tile = max(MIN_TILE, min(triton.next_power_of_2(folded), largest))
         self.tiles, self.programs = triton.cdiv(folded, tile), rows * self.kv_heads
-        self._largest = tile == largest
         self.scale = scoring.scaling * LOG2E.value if scoring.softcap is None else scoring.scaling / scoring.softcap
         self.constants = {
             "page_size": pages.page_size, "groups": self._groups, "width": width, "value_width": value_width,
             "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST,
-            **dependent(q), "num_warps": 8 if self._largest else 4,
+            **dependent(q), "num_warps": 8 if tile == largest else 4,
             "num_stages": min(4, 2 * KEY_BYTES // (block * widest * size)),
         }  # fmt: skip
-
-    def causal_part_count(self, keys: int) -> int:
-        """As `part_count`; 1 if a chunk's largest tiles give most multiprocessors work, one program each: in parts the
-        chunk would write up to 33 MB of fp32 a layer."""
-        if self._largest and 4 * self.tiles * self.programs >= 3 * _processors(self.q.device):
-            return 1
-        return self.part_count(keys)
 
     def part_count(self, keys: int, beside: int = 0) -> int:
         """Number of parts of `keys` keys that gives all multiprocessors work; `beside`: parts used for other keys."""
