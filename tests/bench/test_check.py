@@ -21,7 +21,7 @@ import torch
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check as bench_check
 from toolkit.bench import check as sampled_distribution
-from toolkit.bench.check import exact_distribution, g_test, most_even_distribution, open_checked
+from toolkit.bench.check import exact_distribution, most_even_distribution, open_checked
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import read_record
 from toolkit.checkpoint.draft_dir import save_draft
@@ -146,25 +146,8 @@ def aux_up(config, tensors):
     config["toolkit"]["aux_layer_ids"] = [one + 1 for one in config["toolkit"]["aux_layer_ids"]]
 
 
-def one_aux_up(config, tensors):
-    config["toolkit"]["aux_layer_ids"][1] += 1
-
-
-def aux_beyond(config, tensors):
-    config["toolkit"]["aux_layer_ids"] = [2, 3, 40]
-
-
-def aux_descending(config, tensors):
-    config["toolkit"]["aux_layer_ids"] = [2, 4, 3]
-
-
 def other_template(config, tensors):
     config["toolkit"]["target"]["template_sha256"] = "0" * 64
-
-
-def map_rolled(config, tensors):
-    tensors["t2d"] = tensors["t2d"].roll(1)
-    tensors["d2t"] = TokenMap.from_ids(tensors["t2d"].nonzero()[:, 0].tolist(), config["vocab_size"]).d2t
 
 
 def unrecorded_map(config, tensors):
@@ -188,10 +171,6 @@ def other_rope(config, tensors):
     config["rope_parameters"]["rope_theta"] = 50.0
 
 
-def other_target(config, tensors):
-    config["toolkit"]["target"]["fingerprint"] = "0" * 16
-
-
 def missing_tensor(config, tensors):
     del tensors["fc.weight"]
 
@@ -211,20 +190,6 @@ def q_heads_swapped(config, tensors):
     tensors[name] = torch.cat(tensors[name].chunk(2, dim=0)[::-1])
 
 
-def q_heads_permuted_in_groups(config, tensors):
-    name = "midlayer.self_attn.q_proj.weight"
-    tensors[name] = torch.cat([tensors[name].chunk(4)[at] for at in (1, 0, 3, 2)])
-
-
-def k_heads_swapped(config, tensors):
-    name = "midlayer.self_attn.k_proj.weight"
-    tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
-
-
-def last_aux_up(config, tensors):
-    config["toolkit"]["aux_layer_ids"][-1] += 1
-
-
 def larger_logits(config, tensors):
     tensors["lm_head.weight"] *= 1.5
 
@@ -233,23 +198,15 @@ def larger_logits(config, tensors):
     ("change", "name", "says"),
     [
         (aux_up, "acceptance", "aux_layer_ids is [3, 4, 5], was [2, 3, 4]"),
-        (one_aux_up, "target", "aux_layer_ids is [2, 4, 4]"),
-        (last_aux_up, "acceptance", "aux_layer_ids is [2, 3, 5], was [2, 3, 4]"),
-        (aux_beyond, "target", "aux_layer_ids is [2, 3, 40]; a target of 7 layers"),
-        (aux_descending, "target", "aux_layer_ids is [2, 4, 3]; a target of 7 layers needs ascending"),
         (other_template, "template", "trained with the template sha256 000000000000"),
-        (map_rolled, "token map", "and the head was made with"),
         (unrecorded_map, "token map", "and the head was made with"),
         (map_with_a_duplicate, "token map", "duplicate"),
         (a_nan, "weights", "midlayer.mlp.up_proj.weight"),
         (missing_tensor, "weights", "missing: fc.weight"),
         (other_rope, "rope", "rope_theta 50.0"),
-        (other_target, "target", "another configuration"),
         (norms_swapped, "acceptance", "changed since: values of midlayer.input_layernorm.weight, midlayer.hidden"),
         (fc_blocks_swapped, "acceptance", "changed since: values of fc.weight"),
         (q_heads_swapped, "acceptance", "changed since: values of midlayer.self_attn.q_proj.weight"),
-        (q_heads_permuted_in_groups, "acceptance", "changed since: values of midlayer.self_attn.q_proj.weight"),
-        (k_heads_swapped, "acceptance", "changed since: values of midlayer.self_attn.k_proj.weight"),
         (larger_logits, None, "changed since: values of lm_head.weight, without harm"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -329,14 +286,6 @@ def test_a_rule_of_another_distribution_is_found(good_head, monkeypatch):
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def test_g_by_hand():
-    """2 * (60 ln 1.2 + 40 ln 0.8) of one degree of freedom; rare cells are one cell."""
-    g, freedom, p = g_test(torch.tensor([60.0, 40.0]), torch.tensor([50.0, 50.0]))
-    assert g == pytest.approx(4.0271, abs=1e-4) and freedom == 1 and p == pytest.approx(0.04478, abs=1e-5)
-    g, freedom, _ = g_test(torch.tensor([50.0, 40.0, 7.0, 3.0]), torch.tensor([50.0, 40.0, 6.0, 4.0]))
-    assert (g, freedom) == (pytest.approx(0.0, abs=1e-9), 2)
 
 
 def test_the_exact_distribution_is_that_of_the_target(tiny_target):

@@ -13,11 +13,9 @@ from toolkit.bench.forecast import (
     NEVER,
     forecast_surface,
     largest_shape,
-    nodes_needed,
     recorded,
     replay_answers,
     rollout_answers,
-    shapes_of,
 )
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Sampling, Trial
@@ -141,21 +139,3 @@ def test_rollouts_give_the_surface_of_their_answers(trained, tiny_target, tmp_pa
         [[answer.accepted(shape) for answer in one.answers[2]] for shape in one.shapes()] for one in (replayed, surface)
     )
     assert found == wanted and max(map(max, wanted[-1])) > 0
-
-
-def test_nodes_that_a_tree_needs():
-    """Two levels of two beams: 5 then 7 below the root; below 5: 6 and 7; below 7: 8 and 9."""
-    tokens, parents = np.array([5, 7, 6, 7, 8, 9]), np.array([-1, -1, 0, 0, 1, 1])
-    scores = np.array([-0.1, -2.0, -0.5, -3.0, -2.0, -2.5])
-    # 7 at level 1 is second of level 1 and third of both levels; on the tie with 8 below it, it comes first.
-    assert nodes_needed(tokens, parents, scores, [7, 8, 1], 2, 2).tolist() == [[3, 4], [NEVER, 5]]
-    assert nodes_needed(tokens, parents, scores, [5, 6], 2, 2).tolist() == [[2, 2], [NEVER, 3]]
-    assert nodes_needed(tokens, parents, scores, [6], 2, 2).min() == NEVER
-    assert nodes_needed(tokens, parents, scores, [], 2, 2).min() == NEVER
-
-
-def test_shapes_use_their_depth():
-    """A tree has more nodes than the chain of its depth, and no more than its levels offer."""
-    shapes = shapes_of(2, DraftShape(3, 2, 11))
-    assert [one.as_text() for one in shapes] == ["1,2,3", "2,2,4", "2,2,6", "3,2,6", "3,2,8", "3,2,11"]
-    assert [one.as_text() for one in shapes_of(1, DraftShape.chain(2))] == ["1,1,2", "2,1,3"]

@@ -4,7 +4,6 @@ import toolkit
 from toolkit.bench import records
 from toolkit.bench.records import (
     RECORD_KEYS,
-    command_line,
     hardware,
     machine_name,
     make_record,
@@ -40,11 +39,3 @@ def test_machines_are_told_apart_by_their_instructions(monkeypatch):
     cpu = {"model name": "Abacus", "flags": "fpu amx_tile avx512f sse avx2 avx512_vnni"}
     monkeypatch.setattr(records, "cpu_info", lambda: cpu)
     assert hardware()["cpu_flags"] == ["avx2", "avx512f", "avx512_vnni", "amx_tile"]
-
-
-def test_the_command_of_a_record_names_no_folder(monkeypatch):
-    """Records are published: the path of somebody's environment has no place in them."""
-    monkeypatch.setattr("sys.argv", ["/home/somebody/.venv/bin/toolkit", "run", "my recipe.yaml"])
-    assert command_line() == "toolkit run 'my recipe.yaml'"
-    monkeypatch.setattr("sys.argv", ["/home/somebody/one.py", "--note", "two tests beside it", "--out", "x"])
-    assert command_line() == "one.py --out x", "the note stands in the record"

@@ -53,18 +53,6 @@ def with_adaptive(record, adaptive, chain, tree):
     return record
 
 
-def test_the_headline_is_what_serve_does_as_it_starts(record):
-    """A fixed shape that happened to be faster is said so, and is not what a user gets unasked."""
-    text = " ".join(printed(with_adaptive(record, 1.24, 1.01, 0.57)).split())
-    assert text.index("adaptive (best)") < text.index("chain 4 1.93") and "By task, adaptive" in text
-    assert "30 %" in text and "accept_length counts the steps that drafted; the others decoded plainly." in text
-    assert "Adaptive drafting drafts at most a tree 4x4/16." in text
-    assert "0.57x, slower" in text and "1.01x, slower" not in text
-    assert text.endswith(
-        "Adaptive drafting, as `toolkit serve` starts, writes 42.7 tokens/s where plain decoding writes 27.3: 1.24x."
-    )
-
-
 @pytest.mark.parametrize(
     ("speedups", "says", "recommended"),
     [

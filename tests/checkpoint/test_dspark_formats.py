@@ -11,7 +11,6 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head as export
-from toolkit.checkpoint.export_head import export_path
 from toolkit.checkpoint.files import looks_like_target
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import exported, open_head
@@ -150,26 +149,11 @@ def test_what_an_engine_would_change_is_refused(make, tiny_facts, tmp_path, to, 
     assert not (tmp_path / "o").exists()
 
 
-def test_sglang_takes_a_head_whose_matrix_is_the_targets(make, tiny_target, tiny_facts, tmp_path):
-    """As `train.head.lm_head=frozen` trains it on all ids; SGLang reads the target's."""
-    draft = make(cut=False)
-    draft.head.lm_head.weight.copy_(tiny_target.lm_head.weight)
-    export(draft, "sglang", tmp_path / "o", tiny_facts, CHAIN)
-    read = open_head(tmp_path / "o").head
-    assert not read.config.own_output and torch.equal(read.fc.weight, draft.head.fc.weight)
-
-
 def test_targets_that_scale_their_embeddings_in_another_place_are_refused(make, tiny_facts):
     """The head would read embeddings smaller by the root of the hidden size, and nothing would say so."""
     gemma = replace(tiny_facts, config=SimpleNamespace(model_type="gemma3_text"))
     with pytest.raises(ExportError, match="vLLM scales the embeddings of a gemma3_text target"):
         exported(make(), "vllm", gemma, 4)
-
-
-def test_the_launch_line_drafts_the_whole_block(make, tiny_facts, tmp_path):
-    export(make(), "toolkit", tmp_path / "ours", tiny_facts, CHAIN)
-    _, launch, _ = export_path(str(tmp_path / "ours"), "vllm", tmp_path / "o", settings={})
-    assert '"num_speculative_tokens": 5' in launch
 
 
 # -- checkpoints as others write them ----------------------------------------------------------------------------------
@@ -286,12 +270,6 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(publish, changes, say
     with pytest.raises((DraftDirError, WeightsError)) as caught:
         open_head(directory)
     assert says in str(caught.value)
-
-
-def test_what_is_not_stated_can_be_given(publish):
-    _, directory = publish("deepspec", {"mask_token_id": None, "target_layer_ids": None})
-    config = open_head(directory, overrides={"mask_token_id": 7, "aux_layer_ids": (1, 2, 3)}).head.config
-    assert config.mask_token_id == 7 and config.aux_layer_ids == (1, 2, 3)
 
 
 def test_a_mask_embedding_that_is_the_vocabularys_row(publish, tiny_target, tiny_target_directory):

@@ -115,33 +115,6 @@ def test_a_file_of_llama_cpps_converter(written, monkeypatch, tiny_facts, make_e
     assert "toolkit.exact" not in contents(file)[0]
 
 
-def test_a_scaled_rope_without_its_settings_is_refused(written, monkeypatch):
-    file = written(rope_parameters=LLAMA3)
-    factors = contents(file)[1]["rope_freqs.weight"].data
-    assert factors.shape == (8,) and factors[0] == 1 and factors[-1] == 8, "the slowest are slower by `factor`"
-    monkeypatch.setattr(gguf_head, "EXACT", "absent")
-    with pytest.raises(DraftDirError, match=r"rope_freqs\), whose settings it does not state"):
-        open_head(file)
-
-
-def test_settings_that_contradict_each_other_are_refused(written, monkeypatch):
-    """The reading back after an export must see what llama.cpp would compute."""
-    right = gguf_head._rope_factors
-    monkeypatch.setattr(gguf_head, "_rope_factors", lambda config: right({**config, "rope_parameters": LLAMA3}))
-    file = written(rope_parameters=LLAMA3)
-    monkeypatch.setattr(gguf_head, "_rope_factors", lambda config: right(config) * 2)
-    with pytest.raises(DraftDirError, match="what llama.cpp reads differ"):
-        open_head(file)
-
-
-def test_a_renamed_tensor_is_refused(written, tiny_facts, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setitem(gguf_head.TENSORS, "lm_head.weight", "renamed.weight")
-        file = written()
-    with pytest.raises(WeightsError, match="missing: lm_head.weight; unexpected: renamed.weight"):
-        open_head(file, target=tiny_facts.source)
-
-
 def test_other_files(written, tiny_target, tmp_path):
     """A cut file, and a whole model."""
     file = written()

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 
-from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import DraftDirError
@@ -165,14 +164,6 @@ class TestResolutions:
         ropes = [open_head(path, target=target).head.config.rope_parameters for path in (old, both)]
         assert ropes == [new, new]
 
-    def test_an_override_of_another_kind(self, make_eagle3, publish, target):
-        """bool("maybe") is true; a word must not switch a norm on."""
-        directory = publish("specforge", make_eagle3())
-        unasked = ({"norm_outputs": False}, "--set norm_outputs: this checkpoint has no such setting")
-        for said, says in (({"norm_output": "maybe"}, "true or false"), ({"aux_layer_ids": 2}, "2,16,29"), unasked):
-            with pytest.raises(DraftDirError, match=says):
-                open_head(directory, target=target, overrides=said)
-
 
 def broken(**changes):
     """An edit of config keys and tensors: None takes a tensor away."""
@@ -213,32 +204,6 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish,
     assert says in str(caught.value) and str(directory) in str(caught.value)
 
 
-WARNED = [
-    ({"eagle_config": {AUX: [1, 2, 3], "next_layer": 1}, "logit_scale": 0.5}, "unknown keys",
-     "eagle_config.next_layer, logit_scale"),
-    ({"eagle_config": {AUX: [1, 2, 3], "norm_before_residual": True}}, "norm_before_residual", "= True: as stated; it"),
-    ({"fc_norm": False}, "fc_norm", "other engines would leave it out"),
-    ({"num_hidden_layers": 40}, "num_hidden_layers", "the config's 40"),  # SafeAILab's Vicuna head: its target's
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "key", "says"), WARNED)
-def test_what_may_cost_acceptance_is_warned_of(make_eagle3, publish, target, changes, key, says):
-    head = make_eagle3(fc_norm="fc_norm" in changes)
-    draft = open_head(publish("specforge", head, broken(**changes)), target=target)
-    (line,) = lines(draft, key)
-    assert line.warning and says in line.line
-
-
-@pytest.mark.parametrize(("layers", "stated"), [(1, 2), (3, 2)])
-def test_layers_that_are_stated_and_not_there(make_eagle3, publish, target, layers, stated):
-    """A shard that was lost, or a config of another head: drafts through half a head would only be slow."""
-    head = make_eagle3(num_hidden_layers=layers)
-    directory = publish("modelopt", head, broken(num_hidden_layers=stated))
-    with pytest.raises(DraftDirError, match=f"num_hidden_layers is {stated}, the weights have {layers}"):
-        open_head(directory, target=target)
-
-
 @pytest.mark.parametrize(
     ("changes", "window"),
     [
@@ -253,15 +218,6 @@ def test_a_sliding_window_is_served_where_it_is_stated(make_eagle3, publish, tar
         open_head(publish("specforge", make_eagle3(), broken(**changes)), target=target).head.config.sliding_window
         == window
     )
-
-
-def test_other_heads_and_models_are_named(make_eagle3, publish, target, tiny_target_directory):
-    """An unknown kind must not be half read."""
-    peagle = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="peagle"))
-    with pytest.raises(DraftDirError, match="of speculators_model_type 'peagle'"):
-        open_head(peagle, target=target)
-    with pytest.raises(DraftDirError, match="whole language model .* use it as `target`"):
-        open_head(tiny_target_directory)
 
 
 class Loud:
@@ -293,32 +249,6 @@ def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, mo
     directory = publish("specforge", make_eagle3(), broken(rope_theta=500000.0))
     check_serves(directory, target)
     assert "rope_theta 500000.0 (the target's 10000.0)" in caplog.text
-
-
-def test_our_own_directory_is_read_as_before(tiny_draft, tmp_path):
-    own = save_draft(tmp_path / "o", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
-    assert open_head(own).head.config == load_draft(own).head.config and open_head(own).resolutions == []
-    with pytest.raises(DraftDirError, match="our own draft directory"):
-        open_head(own, overrides={"norm_output": True})
-
-
-def test_the_model_card_names_the_target(make_eagle3, publish, target):
-    """Then --target need not be typed."""
-    directory = publish("specforge", make_eagle3())
-    (directory / "README.md").write_text(f"---\nbase_model: {target}\n---\nA head.\n")
-    assert open_head(directory).meta["target"]["name"] == target
-    check_serves(directory, None)
-
-
-def test_an_empty_d2t_is_a_warning(make_eagle3, publish, target):
-    """A buffer that was never filled reads as the first ids; without t2d nothing else says so."""
-
-    def empty(_, tensors):
-        del tensors["t2d"]
-        tensors["d2t"] = torch.zeros_like(tensors["d2t"])
-
-    (line,) = lines(open_head(publish("specforge", make_eagle3(), empty), target=target), "t2d")
-    assert line.warning and "never filled" in line.line
 
 
 def test_ids_and_output_rows_in_another_order_are_sorted_together(make_eagle3, publish, target, tiny_draft):

@@ -23,7 +23,9 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.lookup import NgramLookup
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
@@ -207,6 +209,14 @@ class OracleDrafter:
 def oracle() -> type[OracleDrafter]:
     """Assign one to `engine.drafter` to get long accepted runs from a random target."""
     return OracleDrafter
+
+
+def propose(engine: Engine, drafter: Drafter, requests: Sequence[Request]) -> DraftTree:
+    """What `drafter` drafts next for the first running requests."""
+    with torch.inference_mode():
+        states = engine._rounds.set_rows(requests)
+        rows = engine._rounds.state.rows(len(requests), max(length for _, length, _, _ in states))
+        return drafter.propose(requests, rows)
 
 
 def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -9,10 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import build_draft, build_target
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.engine.cpu_door import pack
 from toolkit.plan.launch import check_servable, settings_text
 from toolkit.plan.model_size import head_size, target_size
 from toolkit.plan.step_time import Costs, Layout, gpu_named, round_s
@@ -73,17 +71,6 @@ def test_flags_are_those_of_the_engine(facts, head):
     flag, settings = shlex.split(text.splitlines()[2])
     assert flag == "--speculative-config"
     assert json.loads(settings) == {"method": "eagle3", "model": "OUT", "num_speculative_tokens": 4}
-
-
-def test_a_packed_head_costs_what_it_cost(facts):
-    """A CPU keeps packed weights elsewhere: a layer of no parameters would draft for free."""
-    target = build_target()
-    head = build_draft(target)
-    before = sum(parameter.numel() for parameter in head.head.parameters())
-    wanted = settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64])
-    pack(target, head, "int8")
-    assert sum(parameter.numel() for parameter in head.head.parameters()) < before
-    assert settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64]) == wanted
 
 
 def test_mtp_layers_are_read_from_the_targets_checkpoint(facts, tiny_target, tmp_path):

@@ -18,9 +18,7 @@ from transformers import (
 from toolkit.errors import PlanError
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.plan.model_size import (
-    check_accept_lengths,
     head_size,
-    measured_accept_lengths,
     native_mtp,
     size_of_config,
     target_size,
@@ -119,17 +117,3 @@ def test_size_of_a_real_head(tiny_draft):
     three = Eagle3Head(dataclasses.replace(config, num_hidden_layers=3))
     deep = head_size(three, size)
     assert deep.layers == 3 and deep.cache.token_bytes == 3 * head.cache.token_bytes and deep.body > 2 * head.body
-
-
-def test_accept_lengths():
-    """A measured chain of 3 says what 1 and 2 commit; tokens of a whole chain that is longer cannot be fewer."""
-    measured = {"rows": [{"top_k": 1, "num_steps": 3, "accept_rate": [0.5, 0.4, None], "temperature": 0.0}]}
-    lengths, where = measured_accept_lengths(measured)
-    assert lengths == {1: 1.5, 2: 1.7, 3: 1.7} and "chain of 3" in where
-    for nothing in (None, {"rows": [{"top_k": 4, "num_steps": 3, "accept_rate": [0.5]}]}):
-        with pytest.raises(PlanError, match="no chain was measured"):
-            measured_accept_lengths(nothing)
-    assert list(check_accept_lengths({2: 2.18, 1: 1.7})) == [1, 2]
-    for wrong in ({1: 2.5}, {1: 0.9}, {1: 1.9, 2: 1.8}):
-        with pytest.raises(PlanError, match="accept lengths by drafts"):
-            check_accept_lengths(wrong)

@@ -46,12 +46,6 @@ def test_repaired_maps(ids, counts, kept):
     assert problems_of(token_map.ids, VOCAB, forced) == []
 
 
-def test_a_list_of_another_tokenizer_is_not_repaired():
-    """The result would be a map of special ids alone, or of ids whose texts nobody counted."""
-    with pytest.raises(TokenMapError, match="only 1 of the list's 4 ids are in the vocabulary .* another tokenizer"):
-        repaired(torch.tensor([5, 30, 40, 50]), VOCAB, (0, 2))
-
-
 def test_all_files_of_a_map_are_read(tmp_path):
     """Maps of others are lists, ours are folders, and heads hold theirs."""
     token_map = TokenMap.from_ids([3, 5, 9], VOCAB)

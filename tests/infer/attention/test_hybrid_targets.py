@@ -15,7 +15,6 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import (
     DraftShapeError,
     SamplingParams,
-    UnsupportedTargetError,
 )
 
 FAMILIES = {
@@ -169,18 +168,5 @@ def test_what_needs_one_chain_is_refused(target):
     head = build_head(target)
     with pytest.raises(DraftShapeError, match="tree 3x2/6.*linear-attention layers.*3,1,4"):
         Engine(target, head, DraftShape.parse("3,2,6"))
-    engine = Engine(target, head, DraftShape.parse("3,1,4"))
-    with pytest.raises(DraftShapeError, match="linear-attention layers"):
-        engine.set_shape(DraftShape.parse("3,2,6"))
-    engine.close()
     with pytest.raises(ConfigError, match="`cuda_graph_max_bs`.*linear-attention layers; leave it out"):
         Engine(target, head, DraftShape.parse("3,1,4"), capture=lambda run: run, cuda_graph_max_bs=2)
-
-
-def test_another_rule_is_refused(target, monkeypatch):
-    """Linear attention of another kind has no step that the engine knows."""
-    from toolkit.infer.attention import linear_layers
-
-    monkeypatch.setattr(linear_layers, "RULES", ("no_such_rule", "nor_this"))
-    with pytest.raises(UnsupportedTargetError, match="other than the gated delta rule"):
-        Engine(target)

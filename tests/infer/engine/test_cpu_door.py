@@ -38,7 +38,6 @@ def pretend_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
 @pytest.mark.parametrize(
     "use, ours, quantization, expected",
     [
-        ("rollouts", True, None, torch.bfloat16),
         ("rollouts", False, None, torch.float32),
         ("training", True, None, torch.float32),  # torch's products are its own
         ("rollouts", False, "int8", torch.bfloat16),
@@ -52,17 +51,6 @@ def test_an_auto_target_of_a_bf16_config(monkeypatch, bf16_model, use, ours, qua
     assert load_target(bf16_model, quantization=quantization, use=use).dtype == expected
     other = "float32" if expected == torch.bfloat16 and quantization is None else "bfloat16"
     assert load_target(bf16_model, dtype=other, use=use).dtype == DTYPES[other], "what is asked for is taken"
-
-
-@pytest.mark.parametrize(("use", "stated"), [("serving", "float16"), ("training", "bfloat16")])
-def test_an_auto_target_that_moves_to_a_gpu(monkeypatch, bf16_model, use, stated):
-    """Its weights wait on the CPU until they are divided among processes; how this CPU multiplies does not matter."""
-    pretend_products(monkeypatch, False)
-    config = json.loads((bf16_model / "config.json").read_text())
-    (bf16_model / "config.json").write_text(json.dumps({**config, "dtype": stated}))
-    assert load_target(bf16_model, use=use, runs_on="cuda").dtype == torch.bfloat16
-    assert load_target(bf16_model, use=use, runs_on="cuda:1", dtype="float16").dtype == torch.float16
-    assert load_target(bf16_model, use=use, runs_on="cuda", dtype="float32").dtype == torch.float32
 
 
 def test_float16_is_for_a_gpu(bf16_model):

@@ -223,12 +223,6 @@ def test_naive_masks_would_be_seen(small_target, small_draft, monkeypatch):
     assert g > limit
 
 
-def without_blanks(target) -> dict[int, float]:
-    """A bias against blanks: a random model writes as many as the grammar allows."""
-    texts = {token: target.tokenizer.decode([token]) for token in range(target.vocab_size)}
-    return {token: -1000.0 for token, text in texts.items() if text and not text.strip()}
-
-
 def test_a_head_is_told_the_grammar(tiny_target, tiny_draft, monkeypatch):
     """Masked level by level, its drafts stay inside of the grammar: more of them reach the target than if they were
     only cut, in chains and in trees, and the tokens stay the same."""

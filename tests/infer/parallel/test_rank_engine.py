@@ -173,18 +173,7 @@ def test_server(family, head_for, prompts):
     sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
     with LLM(**paths, device="cpu") as alone:
         wanted = [answer.text for answer in alone.generate(prompts[:2], [GREEDY, sampled])]
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit",
-        "serve",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--tensor-parallel-size",
-        "2",
-    ]
+    command = [sys.executable, *"-m toolkit serve --port 0 --device cpu --tensor-parallel-size 2".split()]
     command += [part for name, path in paths.items() for part in (f"--{name}", path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -108,8 +108,7 @@ def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape,
     engine.close()
 
 
-@pytest.mark.parametrize("tree", [True])
-def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree):
+def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference):
     """Wherever in a run the string is complete, the answer, its log, its logprobs and its end are plain decoding's."""
     decode = tiny_target.tokenizer.decode
     tried = 0
@@ -123,7 +122,7 @@ def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree
             tried += 1
             engine = Engine(tiny_target, max_running_requests=1)
             engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-            engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
+            engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=True)
             engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
             params = SamplingParams(max_tokens=40, stop=(stop, "never written"), logprobs=1)
             request = engine.generate([prompt], params)[0]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from toolkit.infer.request.draft_tree import Proposal, chain_tree
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.logits_processors import GrammarMasks
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 from toolkit.infer.verify.verifiers import (
     BLOCK,
@@ -73,11 +74,18 @@ def seeded(runs: int, params: SamplingParams) -> RowDistributions:
 
 
 def simulate(
-    verifier: Verifier, params: SamplingParams, tables: Tables, runs: int = RUNS, ragged: bool = True
+    verifier: Verifier,
+    params: SamplingParams,
+    tables: Tables,
+    runs: int = RUNS,
+    ragged: bool = True,
+    masks: GrammarMasks | None = None,
+    keep_q: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rounds of drafting and verifying until WRITTEN tokens stand in every run.
 
-    Returns the tokens [runs, WRITTEN] and how many drafts the first round kept [runs].
+    masks: of a grammar; drafts are drawn as if there were none, then cut. keep_q: leave the distribution of the drafts
+    as it was, which is wrong. Returns the tokens [runs, WRITTEN] and how many drafts the first round kept [runs].
     """
     distributions = seeded(runs, params)
     every = torch.arange(runs)
@@ -97,10 +105,16 @@ def simulate(
             before.append(KEPT[draw_from(q[:, 0], u[:, 0])])
             logits.append(tables.target[before[-2], before[-1]])
         proposal = Proposal(torch.cat(drawn_from, dim=1), KEPT)
-        tree = chain_tree(before[1], torch.stack(before[2:], dim=1), counts.tolist(), proposal)
-        tokens = verifier.choose(
-            distributions, torch.stack(logits, dim=1), roots + torch.arange(STEPS + 1), tree, every
+        drawn = chain_tree(
+            before[1], torch.stack(before[2:], dim=1), counts.tolist(), proposal if verifier.draws_drafts else None
         )
+        tree = drawn if masks is None else masks.cut(drawn)
+        at_nodes = torch.stack(logits[: tree.nodes], dim=1)
+        if masks is not None:
+            masks.apply(at_nodes, tree, 0)
+            if keep_q and tree.proposal is not None:
+                tree = replace(tree, proposal=Proposal(proposal.q[:, : tree.nodes - 1], KEPT))
+        tokens = verifier.choose(distributions, at_nodes, roots + torch.arange(tree.nodes), tree, every)
         result = read_result(follow(tree, tokens))
         accepted = torch.tensor(result.accepted)
         first = accepted if first is None else first
