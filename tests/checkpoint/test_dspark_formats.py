@@ -138,8 +138,6 @@ class TestWhatLoadersRead:
     ("to", "variants", "says"),
     [
         ("sglang", {}, "output matrix of its own, which cannot be written for sglang"),
-        ("vllm", {"markov_rank": 0, "confidence": False}, "no Markov bias and drafts from its first place"),
-        ("vllm", {**DFLASH, "confidence": True}, "DFlash has no confidence"),
         ("sglang", {**SHARED, "aux_layer_ids": (0, 2, 3)}, "supports only ids from 1 to"),
     ],
 )
@@ -252,14 +250,9 @@ def test_speculators_default_of_the_first_place_is_doubted(publish):
 REFUSED = [
     ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "a sliding window"),
     ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "unexpected: layers.0.self_attn.q_proj.bias"),
-    ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
-    ({"architectures": ["Gemma4DSparkModel"]}, "a drafter of another kind: architectures ['Gemma4DSparkModel']"),
     ({"mask_token_id": None}, "states no mask_token_id"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "are different layers"),
-    ({"dflash_config": {"block_size": 9}}, "block_size is 5, and in dflash_config 9"),
     ({"markov_rank": 8}, "markov_rank is 8, but by the tensors 4"),
-    ({"confidence_head.proj.weight": torch.zeros(1, 9)}, "reads 9 values, not 64 or 68"),
-    ({"mask_embedding": torch.zeros(64)}, "mask_embedding of its own"),
 ]
 
 

@@ -182,16 +182,9 @@ def broken(**changes):
 
 REFUSED = [
     ({"midlayer.mlp.up_proj.weight": None}, "missing: midlayer.mlp.up_proj.weight"),
-    ({"d2t": None}, "missing: d2t. The draft vocabulary has 160 of"),
     ({"d2t": torch.zeros(160, dtype=torch.int64)}, "do not describe the same draft vocabulary"),
     ({"fc.weight": torch.zeros(64, 128)}, "wrong shape: fc.weight (64, 128) (expected (64, 192))"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"fc_norm": True}, "missing: fc_norm.0.weight"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be used"),  # it lacks keys
     ({"parallel_drafting": True}, "P-EAGLE"),
-    ({"intermediate_size": None}, "config.json lacks intermediate_size"),
-    ({"norm_output": False, "eagle_config": {AUX: [1, 2, 3], "norm_output": True}}, "in eagle_config True"),
-    ({"eagle_config": {AUX: "1,2,3"}}, f"eagle_config.{AUX} is '1,2,3'; a list of whole numbers is needed"),
 ]
 
 
@@ -208,7 +201,6 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish,
     ("changes", "window"),
     [
         ({"sliding_window": 128}, None),  # copied from a target's config, as transformers writes it
-        ({"sliding_window": 128, "use_sliding_window": True}, 128),
         ({"sliding_window": 128, "layer_types": ["sliding_attention"]}, 128),
     ],
 )

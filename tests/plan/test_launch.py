@@ -12,8 +12,7 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.plan.launch import check_servable, settings_text
-from toolkit.plan.model_size import head_size, target_size
-from toolkit.plan.step_time import Costs, Layout, gpu_named, round_s
+from toolkit.plan.step_time import gpu_named
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -34,24 +33,6 @@ def head(tiny_draft, tmp_path):
 def shared(target, config_class, head_class, path) -> DraftCheckpoint:
     config = config_class.from_target_config(target.config, vocab_size=target.vocab_size)
     return DraftCheckpoint(head_class(config), TokenMap.identity(target.vocab_size), path=path)
-
-
-@pytest.mark.parametrize("batch", [1, 256])
-def test_the_best_setting_is_that_of_the_model(facts, head, batch):
-    """The shape with the most tokens per second of `toolkit plan`'s model, and how much faster it is."""
-    size, *_ = target_size(facts.source)
-    fixed = {"requests": batch, "context": 300.0}
-    plain = 1 / round_s(size, None, H100, Layout(1), Costs(), drafts=0, **fixed)
-    gains = {}
-    for (steps, top_k, nodes), length in LENGTHS.items():
-        seconds = round_s(
-            size, head_size(head.head, size), H100, Layout(1), Costs(), drafts=steps, top_k=top_k, nodes=nodes, **fixed
-        )
-        gains[steps, top_k, nodes] = length / seconds / plain
-    best = max(gains, key=lambda shape: gains[shape])
-    text = settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [batch])
-    shape = ",".join(map(str, best))
-    assert f"{shape}, accept_length {LENGTHS[best]:.2f}, {gains[best]:.2f}x plain" in text
 
 
 def test_flags_are_those_of_the_engine(facts, head):

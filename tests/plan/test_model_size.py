@@ -91,8 +91,6 @@ def test_target_by_directory_and_config(tmp_path):
     mtp = native_mtp(size)
     assert mtp.layers == mtp.moe_layers == 1 and mtp.experts == size.experts / 2 and mtp.head == size.head
     assert mtp.shared_head and not size.shared_head
-    with pytest.raises(PlanError, match="--weight-bits is 0; expected a number above 0"):
-        target_size(str(tmp_path), 0)
     with pytest.raises(PlanError, match="has no MTP layers"):
         native_mtp(size_of_config(LlamaConfig(**TINY), "plain"))
 

@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from toolkit.errors import TargetError
 from toolkit.targets.target import Target, end_of_turn_id
@@ -43,7 +42,6 @@ def test_stop_ids_come_from_all_four_places(tiny_target):
         ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}", 2),
         ("{% for m in messages %}{{ m['content'] }} \n <|endoftext|><|im_end|>{% endfor %}", 0),
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
-        ("<|im_start|>{{ messages[0]['content'] }}", None),  # it drops the answer
         ("{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}<|im_end|>{% endfor %}", 2),
     ],
 )
@@ -59,27 +57,9 @@ def test_a_template_that_drops_questions_is_refused(tiny_target):
         end_of_turn_id(tokenizer)
 
 
-def test_fingerprint_names_the_weights_not_the_dtype(tiny_target):
-    """A head trained against bf16 serves the same model in fp32; another revision is another model."""
-    model = copy.deepcopy(tiny_target.model)
-    model.config.dtype = torch.bfloat16
-    assert rebuilt(tiny_target, model=model).fingerprint == tiny_target.fingerprint
-    assert rebuilt(tiny_target, revision="abc").fingerprint != tiny_target.fingerprint
-    model.config.rms_norm_eps = 0.5
-    assert rebuilt(tiny_target, model=model).fingerprint != tiny_target.fingerprint
-
-
 def test_a_body_of_unknown_shape_is_refused_at_once(tiny_target):
     """Hooks and features need layers, a norm and a linear head; a missing part must name itself at load time."""
     model = copy.deepcopy(tiny_target.model)
     model.model.norm = None
     with pytest.raises(TargetError, match="no final norm"):
-        rebuilt(tiny_target, model=model)
-    model = copy.deepcopy(tiny_target.model)
-    model.model.layers = nn.ModuleList(list(model.model.layers)[:-1])
-    with pytest.raises(TargetError, match="no list of 7 decoder layers"):
-        rebuilt(tiny_target, model=model)
-    model = copy.deepcopy(tiny_target.model)
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(TargetError, match="output embedding is Sequential"):
         rebuilt(tiny_target, model=model)

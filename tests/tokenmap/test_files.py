@@ -34,18 +34,10 @@ def test_ranked_lists_and_tensors_of_others_are_read(tmp_path):
     assert load_freq_list(tmp_path / "ranked.pt", 10) == load_freq_list(tmp_path / "tensor.pt", 10) == TOKEN_MAP
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ([1, 4, 4], "freq.pt: 1 duplicate"),
-        ([1, "2"], "not all integers"),
-        ({"ids": [1]}, "holds a dict"),
-    ],
-)
-def test_invalid_lists_are_refused(tmp_path, content, words):
+def test_a_list_with_a_duplicate_is_refused(tmp_path):
     """The published FR-Spec builder writes a second BOS id; such a file must not be served."""
-    torch.save(content, tmp_path / "freq.pt")
-    with pytest.raises(TokenMapError, match=words):
+    torch.save([1, 4, 4], tmp_path / "freq.pt")
+    with pytest.raises(TokenMapError, match="freq.pt: 1 duplicate"):
         load_freq_list(tmp_path / "freq.pt", 10)
 
 

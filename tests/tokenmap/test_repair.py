@@ -56,7 +56,5 @@ def test_all_files_of_a_map_are_read(tmp_path):
         assert read_ids(tmp_path / name).tolist() == [3, 5, 9]
     torch.save([4, 4, 1], tmp_path / "raw.pt")
     assert read_ids(tmp_path / "raw.pt").tolist() == [4, 4, 1], "as they stand in the file"
-    save_tensors(tmp_path / "full" / "model.safetensors", {"fc.weight": torch.ones(2)})
-    for name, words in (("full", "has no d2t"), ("none", "does not exist"), (".", "has no token_map.safetensors")):
-        with pytest.raises(TokenMapError, match=words):
-            read_ids(tmp_path / name)
+    with pytest.raises(TokenMapError, match="does not exist"):
+        read_ids(tmp_path / "none")

@@ -20,15 +20,7 @@ def test_both_directions_and_any_shape():
     assert token_map.to_draft(torch.tensor([[2, 0], [7, 9]])).tolist() == [[0, -1], [2, -1]]
 
 
-@pytest.mark.parametrize(
-    "ids, words",
-    [
-        ([1, 2, 2], "1 duplicate ids in a map of 3: 2"),
-        ([1, 10], "outside the target vocabulary \\[0, 10\\): 10"),
-        ([], "the token map is empty"),
-    ],
-)
-def test_invalid_ids_are_refused(ids, words):
-    """A duplicate lets top-k offer one token twice, and sampled verification would then count its probability twice."""
-    with pytest.raises(TokenMapError, match=words):
-        TokenMap.from_ids(ids, vocab_size=10)
+def test_a_duplicate_is_refused():
+    """It lets top-k offer one token twice, and sampled verification would then count its probability twice."""
+    with pytest.raises(TokenMapError, match="1 duplicate ids in a map of 3: 2"):
+        TokenMap.from_ids([1, 2, 2], vocab_size=10)

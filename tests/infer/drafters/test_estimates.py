@@ -46,22 +46,6 @@ def test_requests_start_from_the_engines_rates_and_go_their_own_ways():
     assert expected(acceptance, [easy, hard], [CHAIN_4])[0] == pytest.approx((of_easy + of_hard) / 2)
 
 
-def test_probes_count_for_the_first_level_and_all_widths():
-    """The right token was second of four in every probe: a chain gets nothing, a tree of width 2 its first level and,
-    where nobody ever was, as much on the next."""
-    acceptance, request = RunningAcceptance([1, 2, 4], 4), new_request()
-    expected(acceptance, [request], SHAPES)
-    assert acceptance.known_share([request]) == 0
-    for _ in range(40):
-        acceptance.probe(request, [1] * 16)
-    assert acceptance.known_share([request, new_request(), new_request(speculative=False), request]) == 0.75
-    one, four, narrow, _ = expected(acceptance, [request], SHAPES)
-    assert (one, four) == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05)) and narrow > 4
-    for _ in range(40):
-        acceptance.probe(request, [4] * 16)  # not among the four
-    assert expected(acceptance, [request], SHAPES) == pytest.approx([1, 1, 1, 1], abs=0.15)
-
-
 def test_shapes_that_did_not_run_are_guessed_from_one_that_did():
     """Levels cost drafting, nodes beyond the root cost verifying; what is measured then replaces the guess."""
     costs = StepCosts()

@@ -16,7 +16,7 @@ ROWS = 3
     ("name", "shape", "options"),
     [
         ("none", None, {}),
-        ("mtp-three-layers", "3,1,4", {"capture": lambda run: run}),
+        ("mtp-three-layers", "3,1,4", {"capture": lambda run: (run(), run)[1]}),
         ("ngram", "3,1,4", {}),
         ("eagle3", "4,3,12", {"adaptive": True}),
     ],

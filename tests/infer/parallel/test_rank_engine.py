@@ -21,7 +21,7 @@ from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingError, SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
 
@@ -134,20 +134,6 @@ def test_offline(family, head_for, prompts):
     finally:
         signal.signal(signal.SIGINT, before)
         llm.close()
-
-
-@pytest.mark.process
-def test_grammars(tiny_target_directory, tiny_draft_directory):
-    """Each rank compiles, masks and cuts for itself: they write what one process does. A refused one is not sent."""
-    paths = {"target": str(tiny_target_directory), "draft": str(tiny_draft_directory), "device": "cpu"}
-    pattern = SamplingParams(regex="(the|fox|dog)( [0-9]{2}){2,4}", max_tokens=40)
-    params, prompts = [pattern, GREEDY, dataclasses.replace(pattern, temperature=1.0, seed=1)], [[5, 6], [7], [8, 9]]
-    with LLM(**paths, shape="4,1,5") as alone:
-        wanted = [answer.token_ids for answer in alone.generate(prompts, params)]
-    with LLM(**paths, shape="4,1,5", tensor_parallel_size=2) as llm:
-        with pytest.raises(SamplingError, match="not supported"):
-            llm.generate(prompts, SamplingParams(regex="["))
-        assert [answer.token_ids for answer in llm.generate(prompts, params)] == wanted
 
 
 @pytest.mark.process
