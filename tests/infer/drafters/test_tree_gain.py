@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.train.conftest import answered
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.data.batches import Example, collate
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -38,10 +38,9 @@ def trained_draft(small_target, small_draft) -> DraftCheckpoint:
     engine.close()
     model, side = TrainedHead(head, 0.8), TargetSide(small_target, token_map, (1, 2, 3), "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    written = list(zip(prompts, answers, strict=True))
     for step in range(120):
-        chosen = written[step * 16 % 96 :][:16]
-        batch = collate([Example("e", p + a, [False] * len(p) + [True] * len(a)) for p, a in chosen], pad_id=0)
+        some = slice(step * 16 % 96, step * 16 % 96 + 16)
+        batch = answered(prompts[some], answers[some])
         loss, *_ = micro_step(model, side, batch, supervised_counts(batch, STEPS), STEPS)
         optimizer.zero_grad()
         loss.backward()
