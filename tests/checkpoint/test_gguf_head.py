@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import gguf
 import numpy as np
 import pytest
@@ -134,10 +132,3 @@ class TestVocabulary:
         fields, _ = contents(tmp_path / "whole.gguf")
         wanted = {name for name in fields if name.startswith("tokenizer.ggml.")}
         assert found == {name: fields[name] for name in wanted} and found["tokenizer.ggml.pre"] == "smollm"
-
-    def test_of_a_tokenizer(self, tiny_facts):
-        """Rows of the embedding without a token get the name that the converter gives them."""
-        wider = dataclasses.replace(tiny_facts, vocab_size=tiny_facts.vocab_size + 2)
-        found = {name: value for name, value, *_ in vocabulary_of(wider)}
-        assert found["tokenizer.ggml.tokens"][-1] == f"[PAD{tiny_facts.vocab_size + 1}]"
-        assert found["tokenizer.ggml.token_type"][-3:] == [1, 5, 5] and found["tokenizer.ggml.merges"]

@@ -81,18 +81,6 @@ def test_published_eagle1(tiny_target, publish, target):
     check_serves(directory, target)
 
 
-def test_wrapped_and_older_names(make_eagle3, publish, target):
-    """aux_norm_low/mid/high are SGLang's older fc_norm; NeMo keeps the wrapping module's name."""
-    head = make_eagle3(fc_norm=True)
-
-    def older(config, tensors):
-        config["use_aux_norm"] = config.pop("fc_norm")
-        for number, name in enumerate(("low", "mid", "high")):
-            tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
-
-    check_same(head, open_head(publish("specforge", head, older), target=target))
-
-
 def test_sharded_and_single_pickles(make_eagle3, publish, target):
     """Large heads come in shards with an index; a shard that is not read would be missing tensors."""
     head = make_eagle3()
@@ -146,14 +134,6 @@ class TestResolutions:
         draft = open_head(directory, target=target)
         assert draft.head.config.norm_output and lines(draft, "norm_output")[0].warning
         assert not open_head(directory, target=target, overrides={"norm_output": False}).head.config.norm_output
-
-    def test_unstated_norm_before_residual(self, make_eagle3, publish, target):
-        """vLLM takes true for speculators' files and false for others."""
-        head = make_eagle3()
-        spec = publish("speculators", head, lambda config, _: config.pop("norm_before_residual"), "a")
-        draft = open_head(spec, target=target)
-        assert draft.head.config.norm_before_residual and lines(draft, "norm_before_residual")[0].warning
-        assert not open_head(publish("specforge", head, name="b"), target=target).head.config.norm_before_residual
 
     def test_rope_scaling_of_both_generations(self, make_eagle3, publish, target):
         """transformers 4: rope_theta beside rope_scaling; 5: rope_parameters."""

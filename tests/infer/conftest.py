@@ -219,6 +219,15 @@ def propose(engine: Engine, drafter: Drafter, requests: Sequence[Request]) -> Dr
         return drafter.propose(requests, rows)
 
 
+def finished(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The answers, with the integrity check after every step."""
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    return [request.output_ids for request in requests]
+
+
 def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What Hugging Face's generate writes, stop id included."""
     ids = torch.tensor([list(prompt)], device=target.device)

@@ -15,7 +15,6 @@ from toolkit.plan.step_time import (
     GPUS,
     Costs,
     Layout,
-    calibrated,
     forward_s,
     prefill_s,
     round_s,
@@ -92,17 +91,6 @@ def test_waiting_grows_with_the_load():
     reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
     best = planner(draft=None, rate=0.5 / reads, output=1).best(1)
     assert best.ttft_s == pytest.approx(reads + best.batch.round_s / 2 + reads / 2)
-
-
-def test_measured_steps_replace_the_fixed_time():
-    """The plan then has the measured times; a step faster than the memory allows is of another model or GPU."""
-    for overlap in (True, False):
-        costs = calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.018, 4: 0.020}, context=1250, overlap=overlap)
-        work = {"drafts": 0, "context": 1250, "overlap": overlap}
-        steps = [round_s(DENSE, None, GPU, Layout(1), costs, requests=n, **work) for n in (1, 4)]
-        assert sum(steps) == pytest.approx(0.038)
-    with pytest.raises(PlanError, match="shorter than its reads"):
-        calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.001}, context=1250)
 
 
 def test_launch_lines_of_two_nodes():

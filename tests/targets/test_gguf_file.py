@@ -67,11 +67,10 @@ def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
         read_target(tiny_gguf, revision="main")
 
 
-@pytest.mark.parametrize("keep", [0, -5000])
-def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
+def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache):
     """A download cut short must name the file, and must not poison the cache for the whole one."""
     broken = own_cache.parent / "broken.gguf"
-    broken.write_bytes(tiny_gguf.read_bytes()[:keep])
+    broken.write_bytes(tiny_gguf.read_bytes()[:-5000])
     with pytest.raises(TargetError, match="broken.gguf"):
         read_target(broken)
     assert not [path for path in (own_cache / "targets").iterdir() if path.is_dir()]

@@ -47,13 +47,6 @@ def test_dtype(directory, stated, asked, expected):
     assert target.body.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_a_relative_path_names_the_same_target(directory, monkeypatch):
-    """A head trained on ./target must not be called another target's head when it is served from elsewhere."""
-    monkeypatch.chdir(directory.parent)
-    relative, full = read_target(directory.name), read_target(directory)
-    assert relative.name == full.name and relative.fingerprint == full.fingerprint
-
-
 def test_a_name_that_is_no_target_fails_without_a_network():
     """Asking the hub for a mistyped path takes half a minute of retries before it fails."""
     with pytest.raises(TargetError, match="does not exist"):

@@ -7,6 +7,7 @@ import torch
 
 from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
+from tests.infer.conftest import finished
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
@@ -81,11 +82,7 @@ def test_little_memory(target, reference):
         options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
-        while engine.has_work():
-            engine.step()
-            engine.check_integrity()
-        engine.close()
-        assert [request.output_ids for request in requests] == wanted
+        assert finished(engine, requests) == wanted
         assert lookup is not None or sum(request.preemptions for request in requests) > 0
 
 
@@ -121,24 +118,6 @@ def test_a_ragged_batch_of_sixteen(target):
     assert [one.output_ids for one in done] == wanted
     assert [one.output_ids for one in plain] == [wanted[3], wanted[8]]
     engine.check_integrity()
-
-
-def test_a_failed_round_leaves_the_states(target, monkeypatch):
-    """They change when a round commits, so the round can run again."""
-    prompts, params = prompts_of(9, 4), SamplingParams(max_tokens=12, ignore_eos=True)
-    wanted = [one.output_ids for one in Engine(target).generate(prompts, params)]
-    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"))
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    for _ in range(3):
-        engine.step()
-    logits = target.logits
-    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden)[0, 0, 0].fail(), raising=False)
-    with pytest.raises(AttributeError):
-        engine.step()
-    monkeypatch.undo()
-    while engine.has_work():
-        engine.step()
-    assert [one.output_ids for one in requests] == wanted
 
 
 def test_a_failed_chunk_is_read_again(target, monkeypatch):

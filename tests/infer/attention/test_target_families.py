@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.infer.conftest import finished
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
@@ -231,11 +232,7 @@ def test_family_is_exact_with_little_memory(family, small_target, reference):
             target, draft, DraftShape.parse(shape), max_running_requests=5, context_length=128, memory=memory
         )
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
-        while engine.has_work():
-            engine.step()
-            engine.check_integrity()
-        engine.close()
-        assert [request.output_ids for request in requests] == wanted
+        assert finished(engine, requests) == wanted
         assert sum(request.cached_tokens for request in requests) >= 2 * 32
         assert sum(request.preemptions for request in requests) > 0
 

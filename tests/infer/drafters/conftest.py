@@ -35,15 +35,6 @@ def plain(small_target) -> list[list[int]]:
     return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
 
 
-def finished(engine: Engine, requests) -> list[list[int]]:
-    """The answers, with the integrity check after every step."""
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    return [request.output_ids for request in requests]
-
-
 def engine_after_steps(target, draft, shape: str, steps: int) -> Engine:
     """An engine with three rows of different lengths."""
     generator = torch.Generator().manual_seed(5)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.infer.conftest import propose
-from tests.infer.drafters.conftest import PROBE, ScriptedChoice, finished, paths, proposed, ragged_prompts, settings
+from tests.infer.conftest import finished, propose
+from tests.infer.drafters.conftest import PROBE, ScriptedChoice, paths, proposed, ragged_prompts, settings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.drafter import NoDrafter

@@ -163,20 +163,6 @@ def test_it_follows_a_text_that_changes():
     assert world.play(chooser, 100, requests)[None] > 80
 
 
-@pytest.mark.parametrize(("batch", "gain", "drafts"), [(1, 1.12, True), (16, 1.12, False), (16, 1.3, True)])
-def test_a_batch_asks_for_more_than_its_rounds_show(batch, gain, drafts):
-    """What is a little faster than plain decoding by its rounds is drafted for one row alone."""
-
-    def costs(arm: Arm, batch: int) -> tuple[float, float]:
-        return 0.0, 1.0 if arm is None else 1.5 / gain
-
-    chooser, world = AdaptiveShape(DraftShape.chain(1)), World(best=0.5, costs=costs)
-    requests = [new_request() for _ in range(batch)]
-    world.play(chooser, 300, requests)
-    plain = world.play(chooser, 400, requests)[None]
-    assert plain < 200 if drafts else plain > 370
-
-
 @pytest.mark.parametrize("most", ["20,1,21", "5,4,3"])
 def test_shapes_to_choose_from(most):
     """All fit in the largest, none comes twice, a chain of 1 is there, and they are few enough to keep measured."""

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.infer.conftest import DSPARK_HEADS, build_small_dspark, propose
+from tests.infer.conftest import DSPARK_HEADS, build_small_dspark, finished, propose
 from tests.infer.drafters.conftest import (
     PROBE,
     ScriptedChoice,
     engine_after_steps,
-    finished,
     paths,
     proposed,
     ragged_prompts,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.infer.drafters.conftest import LENGTHS, finished, paths, proposed, ragged_prompts, settings
+from tests.infer.conftest import finished
+from tests.infer.drafters.conftest import LENGTHS, paths, proposed, ragged_prompts, settings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams

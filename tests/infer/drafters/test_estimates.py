@@ -46,29 +46,6 @@ def test_requests_start_from_the_engines_rates_and_go_their_own_ways():
     assert expected(acceptance, [easy, hard], [CHAIN_4])[0] == pytest.approx((of_easy + of_hard) / 2)
 
 
-def test_shapes_that_did_not_run_are_guessed_from_one_that_did():
-    """Levels cost drafting, nodes beyond the root cost verifying; what is measured then replaces the guess."""
-    costs = StepCosts()
-    costs.add(1, None, 0.0, 10.0)
-    costs.add(1, CHAIN_4, 4.0, 12.0)
-    assert costs.seconds(1, CHAIN_2) == pytest.approx(2.0 + 11.0)
-    assert costs.seconds(1, DraftShape(2, 4, 9)) == pytest.approx(2.0 + 14.0)
-    costs.add(1, CHAIN_2, 5.0, 15.0)
-    assert costs.seconds(1, CHAIN_2) == 20.0 and costs.seconds(1, CHAIN_4) == 16.0
-
-
-def test_another_size_of_batch_is_scaled_by_what_both_have_run():
-    """A new size must not be explored from nothing, and must not inherit the seconds of another size."""
-    costs = StepCosts()
-    costs.add(4, None, 0.0, 10.0)
-    costs.add(4, CHAIN_4, 4.0, 12.0)
-    assert costs.seconds(3, CHAIN_4) == 16.0  # sizes 3 and 4 are one
-    assert costs.seconds(16, CHAIN_4) == 16.0
-    costs.add(16, None, 0.0, 20.0)
-    assert costs.seconds(16, CHAIN_4) == pytest.approx(32.0)
-    assert costs.seconds(1, None) == 10.0, "the nearest size"
-
-
 def test_a_draft_measured_in_a_busy_time_is_compared_with_the_plain_rounds_of_that_time():
     """All takes twice as long for a while, and a chain is tried just then: later it costs 1.5 plain rounds, not 3."""
     costs = StepCosts()

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from tests.infer.drafters.conftest import ScriptedChoice, finished, ragged_prompts, settings
+from tests.infer.conftest import finished
+from tests.infer.drafters.conftest import ragged_prompts, settings
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.adaptive import LookupChoice
@@ -17,7 +18,6 @@ from toolkit.infer.drafters.estimates import LookupArm, StepCosts
 from toolkit.infer.drafters.lookup import (
     CONTEXT,
     FIRST_RATES,
-    MOST_DEPTH,
     SEPARATOR,
     Lookups,
     MatchRates,
@@ -99,19 +99,6 @@ def test_a_draft_continues_the_match_and_states_its_length():
     fresh = SuffixLookup([MatchRates()])
     fresh.read(Request([1, 2, 3], SamplingParams(), output_ids=[4]))
     assert fresh.draft(4) == ([], [1.0])
-
-
-def test_only_answers_count():
-    """A prompt's repetitions say nothing about the target; tokens are counted once, in whatever runs they come."""
-    rates = MatchRates()
-    request = Request([1, 2, 1, 2, 1, 2], SamplingParams(), output_ids=[1])
-    lookup = SuffixLookup([rates])
-    lookup.read(request)
-    assert rates.rates() == pytest.approx(FIRST_RATES)
-    request.output_ids += [2, 1]
-    lookup.read(request)
-    lookup.read(request)
-    assert sum(rates._tries) == pytest.approx(2, abs=0.01) and sum(rates._correct) == pytest.approx(2, abs=0.01)
 
 
 def test_long_texts_are_read_in_parts_and_by_their_end(monkeypatch):
@@ -243,30 +230,3 @@ def test_texts_of_ended_requests_are_freed(small_target, small_draft):
     engine.close()
     gc.collect()
     assert len(engine.drafter._texts._texts) == 0
-
-
-@pytest.mark.parametrize(("batch", "searched"), [(1, [*range(40)]), (4, [*range(16), 16, 24, 32])])
-def test_texts_are_searched_less_where_lookup_never_drafts(small_target, small_draft, monkeypatch, batch, searched):
-    """With several rows, each round's search would be a cost of plain decoding. A later one reads all tokens since, and
-    finds what it would have found; once lookup drafts, every round is searched again."""
-    options = {"lookup": True, "max_running_requests": batch, "adaptive": True}
-    engine = Engine(small_target, small_draft, DraftShape.chain(3), **options)
-    chooser = ScriptedChoice([None] * 40 + [LookupArm(None, 1)] + [None] * 9)
-    engine.drafter.chooser, chooser.depths = chooser, [1] * batch
-    composed, rounds = engine.drafter.inner, []
-    lookups = composed.lookups
-    monkeypatch.setattr(composed, "lookups", lambda rows: rounds.append(len(rows[0].events)) or lookups(rows))
-    params = SamplingParams(max_tokens=80, ignore_eos=True)
-    requests = [engine.add_request(REPEATED[row], params) for row in range(batch)]
-    for _ in range(40):
-        engine.step()
-    assert rounds == searched
-    found = [tokens for tokens, _ in lookups(requests)]
-    whole = [SuffixLookup([MatchRates(), MatchRates()]) for _ in requests]
-    for one, request in zip(whole, requests, strict=True):
-        one.read(request)
-    assert found == [one.draft(MOST_DEPTH)[0] for one in whole] and any(found)
-    for _ in range(10):
-        engine.step()
-    engine.close()
-    assert rounds == [*searched, *range(40, 50)]

@@ -18,7 +18,7 @@ from toolkit.infer.engine import scheduler
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.scheduler import LEAST_CHUNK
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 176}
 MEMORY = {"ample": {}, "tight": TIGHT, "tight-no-prefixes": {**TIGHT, "prefix_cache": False}}
@@ -168,17 +168,6 @@ def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
         engine.check_integrity()
     engine.close()
     assert again.cached_tokens == 0 and len(again.output_ids) == 30
-
-
-def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
-    """Else a request could stop for ever; the message says what to change."""
-    with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
-        Engine(small_target, context_length=128, max_total_tokens=100)
-    engine = Engine(small_target, small_draft, context_length=128, max_total_tokens=288)
-    with pytest.raises(EngineError, match="draft less"):
-        engine.set_shape(DraftShape.parse("8,20,200"))
-    assert engine.shape == DraftShape.chain(4)
-    engine.close()
 
 
 @pytest.mark.parametrize(("name", "failing"), [("eagle3", 0), ("mtp-three-layers", 2)])
@@ -409,7 +398,7 @@ def test_a_prompt_is_scored_alike_in_chunks(small_target):
         assert [entry.logprob for entry in other.prompt_logprobs] == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize(("token_s", "most"), [(0.001, 128), (1.0, 16), (1e-6, 1024)])
+@pytest.mark.parametrize(("token_s", "most"), [(1.0, 16), (1e-6, 1024)])
 def test_chunks_follow_the_measured_speed_while_others_decode(tiny_target, monkeypatch, token_s, most):
     """A long prompt stopped every stream for seconds. Alone it is read in whole chunks; the answer is the same."""
     params = SamplingParams(max_tokens=40)

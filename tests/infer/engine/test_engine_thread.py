@@ -170,20 +170,6 @@ def test_submit_cancelled_while_waiting_is_aborted(scripted):
     assert [request.prompt_ids for request in engine.aborted] == [[2, 3, 4]] and not engine.has_work()
 
 
-def test_close_fails_what_is_in_flight(scripted):
-    """Ending the server with a request open must end that request too."""
-    engine = scripted(lambda prompt_ids: [7] * 400)
-    engine.step_seconds = 0.002
-
-    async def work(thread):
-        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
-        await asyncio.to_thread(thread.close)
-        with pytest.raises(EngineFailure, match="stopped"):
-            await read(ticket)
-
-    with_thread(engine, work)
-
-
 def test_an_abort_that_fails_ends_nothing_else(scripted):
     """It ended the thread, and with it the server."""
     engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))

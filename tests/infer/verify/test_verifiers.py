@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.infer.conftest import finished
 from tests.infer.verify.test_verifiers_distribution import misfit
 from toolkit.infer.drafters import lookup as lookup_module
-from toolkit.infer.drafters.draft_rollout import DrawnTokens
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, EngineError, SamplingParams, VerifyError
 from toolkit.infer.request.request import summarise
-from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import VERIFIERS, DrawnChains, block, rejection, settle
 
 DRAWING = ("rejection", "block")
@@ -61,11 +60,7 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
         requests.append(engine.add_request(prompt, sampled, speculative=False))
     beside = [engine.add_request(PROMPTS[0], sampled), engine.add_request(PROMPTS[1], edited)]
     beside.append(engine.add_request(PROMPTS[2], sampled, shape=DraftShape.chain(2)))
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [request.output_ids for request in requests] == wanted
+    assert finished(engine, requests) == wanted
     stats = summarise(event for request in beside for event in request.events)
     assert stats.accepted > 5 and {event.offered for event in beside[2].events} == {2}
     assert len(beside[1].logprobs) == 40
@@ -95,29 +90,6 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     by_target.close()
     lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, of_target)]
     assert lengths[0] > lengths[1]
-
-
-def test_auto_costs_no_more_than_target_where_nothing_draws(small_target, small_draft, monkeypatch):
-    """Greedy requests and those that state a seed: the head's distribution is not computed; nodes are scored in parts.
-    Beside one that draws, all at once."""
-    monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 4)
-    widths, made = [], []
-    sample, draw = Sampler.__call__, DrawnTokens.__init__
-
-    def widths_of(self, logits, *rest):
-        widths.append(logits.shape[1])
-        return sample(self, logits, *rest)
-
-    monkeypatch.setattr(Sampler, "__call__", widths_of)
-    monkeypatch.setattr(DrawnTokens, "__init__", lambda *given: made.append(1) or draw(*given))
-    sampled = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
-    quiet = [SamplingParams(**{**sampled, "temperature": 0.0}), SamplingParams(**sampled, seed=1)]
-    engine = Engine(small_target, small_draft, DraftShape.chain(4), verify="auto")
-    engine.generate(PROMPTS[:2], quiet)
-    assert not made and max(widths) == 2
-    engine.generate(PROMPTS[:3], [*quiet, SamplingParams(**sampled)])
-    engine.close()
-    assert made and max(widths) == 5
 
 
 def test_what_a_request_may_ask_for():
@@ -164,11 +136,7 @@ def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shap
     wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, sampled)]
     requests = [engine.add_request(p, s, verify="target") for p in PROMPTS for s in (greedy, sampled)]
     beside = [engine.add_request(p, sampled) for p in PROMPTS]
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [one.output_ids for one in requests] == wanted
+    assert finished(engine, requests) == wanted
     assert [len(one.output_ids) for one in beside] == [30] * 4
 
 
