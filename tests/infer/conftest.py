@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,17 @@ class OracleDrafter:
 
     def close(self) -> None:
         pass
+
+
+def oracle_engine(
+    target: Target, answers: dict[tuple[int, ...], list[int]], *, right: float, tree: bool, **options: Any
+) -> Engine:
+    """An engine that drafts what an oracle says, four levels deep."""
+    engine = Engine(target, **options)
+    engine.shape = DraftShape.chain(4)
+    engine.drafter = OracleDrafter(answers, target.vocab_size, right=right, tree=tree)
+    engine._memory.slack = 16  # its trees have up to 13 nodes
+    return engine
 
 
 @pytest.fixture

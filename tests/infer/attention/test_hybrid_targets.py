@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
-from tests.infer.conftest import finished
+from tests.infer.conftest import finished, oracle_engine
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
@@ -41,7 +41,7 @@ def prompts_of(*lengths: int, stem: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_exact(family, small_target, reference, oracle):
+def test_answers_are_exact(family, small_target, reference):
     """Plain decoding and chains of which an oracle makes most tokens right: every number of accepted nodes comes, and
     a state that is one node off changes the rest of the answer."""
     target = build(family, FAMILIES[family], small_target.tokenizer)
@@ -51,10 +51,8 @@ def test_answers_are_exact(family, small_target, reference, oracle):
     params = SamplingParams(max_tokens=24)
     engine = Engine(target, max_running_requests=2)
     assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
-    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-    engine._memory.slack = 5
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
-    engine.drafter = oracle(answers, target.vocab_size, right=0.7, tree=False)
+    engine = oracle_engine(target, answers, right=0.7, tree=False, max_running_requests=2)
     requests = engine.generate(prompts, params)
     assert [request.output_ids for request in requests] == wanted
     assert {event.accepted for request in requests for event in request.events if event.offered > 1} >= {0, 1, 2, 3}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.infer.conftest import finished
+from tests.infer.conftest import finished, oracle_engine
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
@@ -148,7 +148,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_is_exact(family, small_target, reference, oracle):
+def test_family_is_exact(family, small_target, reference):
     """Plain and speculative answers equal Hugging Face's generate, in fp32, where runs of up to four are accepted.
 
     The oracle's random trees make accepted nodes lie anywhere, so entries move in the cache. Answers that were all
@@ -164,9 +164,7 @@ def test_family_is_exact(family, small_target, reference, oracle):
     assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     for tree in (False, True):
-        engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-        engine.drafter = oracle(answers, target.vocab_size, right=0.85, tree=tree)
-        engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+        engine = oracle_engine(target, answers, right=0.85, tree=tree, max_running_requests=2)
         requests = engine.generate(prompts, params)
         assert [request.output_ids for request in requests] == wanted
         assert max(event.accepted for request in requests for event in request.events) > 2

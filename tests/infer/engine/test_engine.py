@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.infer.conftest import oracle_engine
 from toolkit.infer.engine.engine import Engine, EngineLoad, load_of
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
@@ -26,14 +27,6 @@ def run_checked(engine: Engine, prompts, params, **kwargs) -> list:
         engine.step()
         engine.check_integrity()
     return requests
-
-
-def oracle_engine(target, oracle, answers, **options) -> Engine:
-    engine = Engine(target, max_running_requests=options.pop("max_batch", 3))
-    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
-    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-    engine.drafter = oracle({tuple(p): a for p, a in answers}, target.vocab_size, **options)
-    return engine
 
 
 def test_plain_decoding_equals_hugging_face(tiny_target, reference):
@@ -59,21 +52,21 @@ def test_random_head_changes_nothing(tiny_target, tiny_draft, reference, shape, 
 
 
 @pytest.mark.parametrize(("tree", "max_batch"), [(False, 1), (True, 4)])
-def test_oracle_drafts_change_nothing(tiny_target, oracle, reference, tree, max_batch):
+def test_oracle_drafts_change_nothing(tiny_target, reference, tree, max_batch):
     """Long accepted runs at scattered tree nodes: a key moved to a wrong place would change later tokens."""
     prompts = ragged_prompts(tiny_target.vocab_size)
-    answers = [(prompt, reference(tiny_target, prompt, 50)) for prompt in prompts]
-    engine = oracle_engine(tiny_target, oracle, answers, right=0.8, tree=tree, max_batch=max_batch)
+    answers = [(tuple(prompt), reference(tiny_target, prompt, 50)) for prompt in prompts]
+    engine = oracle_engine(tiny_target, dict(answers), right=0.8, tree=tree, max_running_requests=max_batch)
     got = run_checked(engine, prompts, [SamplingParams(max_tokens=50)] * len(prompts), speculative=True)
     assert [request.output_ids for request in got] == [answer for _, answer in answers]
     assert summarise(event for request in got for event in request.events).accept_length > 2
 
 
-def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, oracle, reference):
+def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, reference):
     """After compaction the target's cache must hold what plain decoding would have written, place by place."""
     prompts = ragged_prompts(tiny_target.vocab_size, (6, 11, 4))
-    answers = [(prompt, reference(tiny_target, prompt, 40)) for prompt in prompts]
-    spec = oracle_engine(tiny_target, oracle, answers, right=0.8, tree=True)
+    answers = [(tuple(prompt), reference(tiny_target, prompt, 40)) for prompt in prompts]
+    spec = oracle_engine(tiny_target, dict(answers), right=0.8, tree=True, max_running_requests=3)
     requests = [spec.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True)) for prompt in prompts]
     for request in requests:
         request.speculative = True
@@ -109,7 +102,7 @@ def test_shape_can_change_between_steps(small_target, small_draft):
     assert [request.output_ids for request in requests] == wanted
 
 
-def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, oracle, reference):
+def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, reference):
     """Every possible cut: the answer ends exactly at the stop id or limit, and only cut events are truncated."""
     prompt = ragged_prompts(tiny_target.vocab_size, (7,))[0]
     answer = reference(tiny_target, prompt, 40)
@@ -120,7 +113,7 @@ def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, oracle, reference
             params = SamplingParams(
                 max_tokens=40 if by_stop else cut, stop_ids=(stop,) if by_stop else (), ignore_eos=True
             )
-            engine = oracle_engine(tiny_target, oracle, [(prompt, answer)], right=1.0, tree=True, max_batch=1)
+            engine = oracle_engine(tiny_target, {tuple(prompt): answer}, right=1.0, tree=True, max_running_requests=1)
             request = engine.add_request(prompt, params)
             request.speculative = True
             while engine.has_work():
@@ -133,11 +126,11 @@ def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, oracle, reference
             assert len(request.token_from_draft) == end and not request.token_from_draft[0]
 
 
-def test_event_log_equals_a_hand_count(tiny_target, oracle, reference):
+def test_event_log_equals_a_hand_count(tiny_target, reference):
     """With drafts that are always right a chain of 4 commits 5 a step; 1 + 5 + 5 + 5 tokens, then a cut at 18."""
     prompts = ragged_prompts(tiny_target.vocab_size)
     prompt, answer = next((p, a) for p in prompts if len(a := reference(tiny_target, p, 40)) > 20)
-    engine = oracle_engine(tiny_target, oracle, [(prompt, answer)], right=1.0, tree=False, max_batch=1)
+    engine = oracle_engine(tiny_target, {tuple(prompt): answer}, right=1.0, tree=False, max_running_requests=1)
     request = engine.add_request(prompt, SamplingParams(max_tokens=18))
     request.speculative = True
     while engine.has_work():

@@ -146,17 +146,3 @@ def test_a_grammar_that_can_never_begin_is_refused(tiny_target, monkeypatch):
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 5)
     grammars = Grammars(tiny_target.tokenizer, tiny_target.vocab_size, tiny_target.stop_ids)
     assert "too many states" in refusal(grammars, regex="(a|b)*c[x-z]{3}")
-
-
-def test_a_grammar_that_exceeds_its_limits_fails_only_its_own_answer(tiny_target, monkeypatch):
-    """Drafts that cost too much are cut. At the committed text the answer ends, with the reason, without its text."""
-    monkeypatch.setitem(grammar.LIMITS, "max_items_in_row", 3)
-    grammars = Grammars(tiny_target.tokenizer, tiny_target.vocab_size, tiny_target.stop_ids)
-    schema = {"type": "array", "items": {"type": ["integer", "array", "object", "string"]}}
-    state = grammars.start(SamplingParams(json_schema=schema))
-    bracket = ids(tiny_target, "[")[0]
-    found = state.masks([], [0, bracket], [-1, 0], [0, 1])  # after one "[" there are more than three ways to go on
-    assert bits(found[0]) == {bracket} and found[1] is None and state.failure is None
-    found = state.masks([bracket], [bracket], [-1], [0])
-    assert bits(found[0]) == tiny_target.stop_ids
-    assert state.failure.startswith("the grammar failed after 1 tokens: ") and "[" not in state.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.infer.conftest import oracle_engine
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
@@ -110,23 +111,20 @@ def test_speculation_changes_nothing_with_all_settings_on(small_target, small_dr
             assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
 
 
-def test_penalties_inside_long_accepted_runs(small_target, oracle):
+def test_penalties_inside_long_accepted_runs(small_target):
     """Drafts that are right many at a time: the counts of a node come from its ancestors in the same step."""
     settings = {**ALL_ON, "max_tokens": 50, "ignore_eos": True, "stop_ids": (5,)}
     prompts = [[3, 4, 5], [8, 9, 10, 11], [20]]
     params = [SamplingParams(temperature=t, seed=7, **settings) for t in (0.0, 1.0, 1.0)]
     wanted = Engine(small_target).generate(prompts, params)
-    engine = Engine(small_target, max_running_requests=3)
     answers = {tuple(prompt): one.output_ids for prompt, one in zip(prompts, wanted, strict=True)}
-    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-    engine.drafter = oracle(answers, 24, right=0.85, tree=True)
-    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+    engine = oracle_engine(small_target, answers, right=0.85, tree=True, max_running_requests=3)
     got = engine.generate(prompts, params)
     assert [request.output_ids for request in got] == [request.output_ids for request in wanted]
     assert summarise(event for request in got for event in request.events).accept_length > 2
 
 
-def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle):
+def test_min_tokens_ends_inside_an_accepted_run(small_target):
     """The stop ids are masked up to min_tokens exactly, whatever part of a run that is, and not one token longer."""
     prompt = [3, 4, 5]
     free = Engine(small_target).generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True))[0].output_ids
@@ -135,10 +133,8 @@ def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle):
     for least in (1, 5, 8, 13):
         params = SamplingParams(max_tokens=30, ignore_eos=True, stop_ids=(stop,), min_tokens=least)
         plain = Engine(small_target).generate([prompt], params)[0]
-        engine = Engine(small_target, max_running_requests=1)
-        engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-        engine.drafter = oracle({tuple(prompt): plain.output_ids}, 24, right=1.0, tree=True)
-        engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+        answers = {tuple(prompt): plain.output_ids}
+        engine = oracle_engine(small_target, answers, right=1.0, tree=True, max_running_requests=1)
         got = engine.generate([prompt], params)[0]
         assert got.output_ids == plain.output_ids
         assert stop not in got.output_ids[:least]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from, round_uniform, uniform
+from toolkit.infer.verify.token_distribution import RowDistributions, draw_from, uniform
 
 CPU = torch.device("cpu")
 
@@ -109,20 +109,3 @@ def test_uniform_is_splitmix64():
         for position in (0, 77):
             wanted = splitmix((splitmix(seed & MASK) + position * 0x9E3779B97F4A7C15) & MASK) >> 11
             assert uniform(torch.tensor([seed]), torch.tensor([position])).item() == wanted * 2.0**-53
-
-
-def test_numbers_of_rounds_share_nothing():
-    """Two rounds of two streams at two positions, and the target's own draws there: ten columns of 2000 seeds.
-
-    A correlation of independent columns is normal with deviation 1 / sqrt(2000) = 0.0224; one of the 45 exceeds 0.125
-    with probability 1e-6.
-    """
-    seeds = torch.arange(2000)[:, None]
-    at = torch.tensor([[7, 8]])
-    columns = [uniform(seeds.expand(-1, 2), at.expand(2000, -1))]
-    for root in (6, 7):
-        roots = torch.tensor([[root]])
-        columns += [round_uniform(seeds, roots, at, stream) for stream in Stream]
-    table = torch.cat(columns, dim=1)
-    correlations = torch.corrcoef(table.T) - torch.eye(10)
-    assert table.shape == (2000, 10) and correlations.abs().max() < 0.125

@@ -140,17 +140,6 @@ def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shap
     assert [len(one.output_ids) for one in beside] == [30] * 4
 
 
-@pytest.mark.parametrize("verify", DRAWING)
-def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
-    """Alone, in any batch and in any row: draws depend on the request only. (fp32 on a tiny model: no near-ties.)"""
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)]
-    engine = Engine(small_target, small_draft, max_running_requests=3, verify=verify)
-    together = [request.output_ids for request in engine.generate(PROMPTS, params)]
-    alone = [engine.generate([p], s)[0].output_ids for p, s in zip(PROMPTS, params, strict=True)]
-    engine.close()
-    assert together == alone
-
-
 def two_token_distribution(target, prompt: list[int], params: SamplingParams) -> Tensor:
     """Exact distribution of the answer's second and third token [V, V], summed over the first; with the penalty."""
     vocab, model = target.vocab_size, target.model

@@ -1,4 +1,4 @@
-"""The distribution of what is written, under every verifier: G-test and distance against the exact one, by simulation.
+"""The distribution of what is written, under every verifier: G-test against the exact one, by simulation.
 
 The simulation runs the engine's own functions over 30,000 seeds at once, without a model: p and q are
 tables over 8 tokens that depend on the two tokens before, q over a draft vocabulary of 5. Chains are ragged and several
@@ -160,26 +160,11 @@ SETTINGS = [
     ],
 )
 def test_distribution_is_exact(verifier, params):
-    """G-test of all 512 continuations, and their distance to the distribution against that of an exact sampler.
-
-    The distance of 20 exact samples of the same size gives mean and deviation; the verifier's must lie within 4.75
-    deviations of the mean (a sum over hundreds of cells is close to normal).
-    """
+    """G-test of all 512 continuations."""
     tables = Tables()
-    joint = tables.joint(params)
     counts = cells(simulate(verifier, params, tables)[0])
-    g, limit = misfit(counts, joint * RUNS)
+    g, limit = misfit(counts, tables.joint(params) * RUNS)
     assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"
-    generator = torch.Generator().manual_seed(1)
-    exact = torch.stack(
-        [
-            torch.bincount(torch.multinomial(joint, RUNS, replacement=True, generator=generator), minlength=len(joint))
-            for _ in range(20)
-        ]
-    )
-    floor = ((exact / RUNS - joint).abs().sum(dim=1) / 2).double()
-    distance = ((counts / RUNS - joint).abs().sum() / 2).item()
-    assert distance < floor.mean() + Z * floor.std(), f"{distance:.4f} against {floor.mean():.4f}"
 
 
 def expected_kept(tables: Tables, params: SamplingParams) -> tuple[float, float, float]:
