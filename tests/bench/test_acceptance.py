@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from toolkit.bench import table
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
@@ -21,7 +20,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "temperature"), [(2, 0.0), (1, 0.9)])
+@pytest.mark.parametrize(("batch", "temperature"), [(2, 0.0), pytest.param(1, 0.9, marks=pytest.mark.slow)])
 def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path, capsys, batch, temperature):
     """Engine, clock, log, comparison and table together; in fp32 tokens must equal plain decoding's."""
     record = measure_acceptance(
@@ -61,31 +60,26 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
     assert "chain 2" in out and "perfect drafts of 3 tokens would give 4.00 tokens a step" in out
 
 
-@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.9), ("block", 0.0)])
-def test_another_verifier(tiny_target, tiny_draft, capsys, tmp_path, verify, temperature):
+def test_another_verifier(tiny_target, tiny_draft, tmp_path):
     """It must reach the engine, where a seed then writes other tokens, and stand beside the numbers; calling those
     tokens unequal would call a lossless head wrong. The map of ids is named by its content."""
     map_file = tmp_path / "freq_160.pt"
     map_file.write_bytes(b"any bytes")
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=temperature, command="test",
-        config=EngineConfig(verify=verify, token_map=map_file, max_running_requests=1),
+        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=0.9, command="test",
+        config=EngineConfig(verify="rejection", token_map=map_file, max_running_requests=1),
     )  # fmt: skip
-    assert record["settings"]["verify"] == verify
+    assert record["settings"]["verify"] == "rejection"
     sha256 = hashlib.sha256(b"any bytes").hexdigest()
     assert record["settings"]["token_map"] == {"file": "freq_160.pt", "sha256": sha256}
-    assert {row["verify"] for row in record["rows"]} == {verify}
-    assert {row["tokens_equal"] for row in record["rows"]} == {True if temperature == 0 else None}
-    print_acceptance(record)
-    assert f"verify {verify}" in capsys.readouterr().out
+    assert {(row["verify"], row["tokens_equal"]) for row in record["rows"]} == {("rejection", None)}
 
 
-@pytest.mark.parametrize("temperature", [0.9])
-def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, tmp_path, capsys, temperature):
+def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, tmp_path, capsys):
     """A random head accepts nothing: whatever the rows say comes from the force. Whoever sees a row, a table or the
     page must know."""
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=temperature, warmup=0, command="test",
+        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=0.9, warmup=0, command="test",
         forced=ForcedAcceptance.parse("3"),
     )  # fmt: skip
     for row in record["rows"]:
@@ -95,14 +89,11 @@ def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, t
     assert record["settings"]["forced_accept_rate"] == [1.0, 1.0] and record["divergences"] == []
     print_acceptance(record)
     words = " ".join(capsys.readouterr().out.split())
-    assert "forced accept_length 3.00, batch 1; verify steps: chain 2 (forced)" in words
-    assert "(forced), forced accept_length 3.00" in words, "the title of the second table"
     assert "Drafts were accepted by chance (forced accept_length 3.00): only times mean anything, no token." in words
     assert "toolkit serve" not in words, "its speed is not what serve would have"
     write_page(tmp_path / "page.html", RunData(tmp_path, acceptance=record))
     page = (tmp_path / "page.html").read_text()
     assert page.count("orced accept_length 3.00") >= 6 and "toolkit serve" not in page
-    assert "forced" not in table.header_line(measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1]))
 
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):

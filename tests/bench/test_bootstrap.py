@@ -19,12 +19,6 @@ def test_interval_covers_the_true_ratio_about_as_often_as_it_says():
     assert 262 <= covered <= 295
 
 
-def test_one_unit_has_no_interval():
-    """One prompt says nothing about spread; units without verify steps do not count."""
-    assert ratio_interval([3], [2]) is None
-    assert ratio_interval([3, 0], [2, 0]) is None
-
-
 def test_few_groups_have_no_interval():
     """Of two groups of one batch size came "1.06 [1.06, 1.06]", which looks exact and says nothing."""
     few, enough = ([3.0 + group for group in range(count)] for count in (LEAST_GROUPS - 1, LEAST_GROUPS))

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -11,7 +10,6 @@ from toolkit.bench.acceptance import measure_acceptance
 from toolkit.bench.compare import compare_records
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
-from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 
@@ -99,13 +97,7 @@ def test_unpaired_gains_give_a_wide_interval(tmp_path, record):
     [
         ({"settings__prompts_sha256": "0", "settings__prompts": "mt.jsonl"}, "and 6 prompts of mt.jsonl, not the"),
         ({"target__name": "llama"}, "target name tiny and llama"),
-        ({"target__revision": "v2"}, "target revision none and v2"),
-        ({"target__dtype": "bfloat16"}, "target dtype float32 and bfloat16"),
-        ({"target__quantization": "int8"}, "target quantization none and int8"),
-        ({"settings__temperature": 1.0}, r"temperature 0\.0 and 1\.0"),
         ({"settings__max_tokens": 96, "settings__seed": 3}, "max_tokens 24 and 96; seed 0 and 3: measure both"),
-        ({"settings__forced_accept_length": None}, r"forced_accept_length 2\.4 and none"),
-        ({"settings__forced_accept_rate": [0.9, 0.5]}, r"forced_accept_rate 1\.0, 0\.4 and 0\.9, 0\.5"),
         ({"rows": []}, "no draft shape in common: Only A has chain 2"),
     ],
 )  # fmt: skip
@@ -114,35 +106,12 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(tmp_path, record, pl
         compared(tmp_path, record, changed(record, **places))
 
 
-@pytest.mark.parametrize(
-    ("places", "says"),
-    [
-        ({"hardware__cpu": "Z80"}, "Speeds are not compared, since they differ in cpu"),
-        ({"settings__batch": 4}, "Speeds are not compared, since they differ in batch 1 and 4"),
-    ],
-)
-def test_other_machines_compare_acceptance_alone(tmp_path, record, places, says):
-    text = compared(tmp_path, record, changed(record, **places))
-    assert says in " ".join(text.split()) and "tokens/s" not in text and "B / A" not in text
+def test_other_machines_compare_acceptance_alone(tmp_path, record):
+    text = compared(tmp_path, record, changed(record, hardware__cpu="Z80"))
+    assert (
+        "Speeds are not compared, since they differ in cpu" in " ".join(text.split())
+        and "tokens/s" not in text
+        and "B / A" not in text
+    )
     (lengths,) = row_of(text, "chain 2 (forced)")
     assert lengths.endswith("+0.00 [+0.00, +0.00]")
-
-
-def test_groups_of_a_batch_keep_all_turns_together(tiny_target, tiny_draft):
-    """A second turn is timed with fewer prompts, and still belongs to its group."""
-    config = EngineConfig(verify="target", max_running_requests=4)
-    made = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, [DraftShape.chain(2)], max_tokens=6, warmup=0, config=config, command="test"
-    )
-    assert [(one["shape"], one["question_ids"]) for one in made["times"]] == [
-        ("plain", ["0", "1", "2", "3"]), ("chain 2", ["0", "1", "2", "3"]),
-        ("plain", ["4", "5"]), ("chain 2", ["4", "5"]),
-    ]  # fmt: skip
-    for mode in ("plain", "chain 2"):
-        of_mode = [one for one in made["times"] if one["shape"] == mode]
-        assert sum(one["decode_tokens"] for one in of_mode) == 5 * 9, "9 answers of 6 tokens, the first by prefill"
-    whole = made["rows"][0]
-    assert sum(one["decode_s"] for one in made["times"] if one["shape"] == "plain") == pytest.approx(
-        whole["plain_decode_s"]
-    )
-    assert json.loads(json.dumps(made["times"])) == made["times"]

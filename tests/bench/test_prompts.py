@@ -3,7 +3,6 @@ from collections import Counter
 
 import pytest
 
-from toolkit.bench import prompts as prompt_files
 from toolkit.bench.prompts import builtin_prompts, limited, read_prompt_files, read_prompts
 from toolkit.jsonl import DataError
 
@@ -51,24 +50,6 @@ def test_conversations_are_read_with_their_system_message(tmp_path):
     assert (second.question_id, second.task, second.turns, second.system) == ("b", "math", ("three",), None)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({**GOOD, "turns": ["ok", " "]}, "the user message is empty"),
-        ({**GOOD, "question_id": 2, "category": 5}, "category is 5; expected a string"),
-        (GOOD, "question_id 1 was already used in line 1"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, message):
-    """Users cannot find the invalid one of 480 rows without its number."""
-    path = write(tmp_path / "p.jsonl", GOOD, row)
-    with pytest.raises(DataError, match=message) as caught:
-        read_prompts(path)
-    assert f"{path}:2" in str(caught.value)
-    with pytest.raises(DataError, match="no rows"):
-        read_prompts(write(tmp_path / "p.jsonl"))
-
-
 def test_limit_takes_from_every_task_before_it_takes_twice():
     """The first ten of forty prompts have only two kinds of task."""
     few = limited(builtin_prompts(), 10)
@@ -92,14 +73,3 @@ def test_several_files_are_a_task_each(tmp_path):
     assert read_prompt_files(files[:1])[0].task == "writing", "one file keeps its categories"
     with pytest.raises(DataError, match="would be one task"):
         read_prompt_files([files[0], files[0]])
-
-
-def test_a_benchmark_by_name(monkeypatch):
-    """Rows that have a placeholder in place of their turns would measure the same sentence hundreds of times."""
-    rows = [
-        {"question_id": "a", "category": "coding", "turns": ["one", "two"]},
-        {"question_id": "b", "category": "math", "turns": [prompt_files.PLACEHOLDER]},
-    ]
-    monkeypatch.setattr(prompt_files, "load_rows", lambda source, streamed, seed: rows)
-    (only,) = read_prompt_files(["speed-bench"])
-    assert (only.question_id, only.task, only.turns) == ("a", "coding", ("one", "two"))

@@ -1,11 +1,8 @@
 import json
 
 import toolkit
-from toolkit.bench import records
 from toolkit.bench.records import (
     RECORD_KEYS,
-    command_line,
-    hardware,
     machine_name,
     make_record,
     read_record,
@@ -25,7 +22,7 @@ def test_record_has_the_keys_every_record_has(tmp_path):
     assert read_record(tmp_path / "r.json", "acceptance") == json.loads(json.dumps(record))
 
 
-def test_machines_are_told_apart_by_their_instructions(monkeypatch):
+def test_machines_are_told_apart_by_their_instructions():
     """Two machines called AMD EPYC, one without AVX-512, differ by half in speed: one record must not replace the
     other's."""
     known = {"gpus": [], "cpu": "AMD EPYC"}
@@ -35,16 +32,4 @@ def test_machines_are_told_apart_by_their_instructions(monkeypatch):
     assert machine_name(known) == machine_name({**known, "cpu_flags": []}) == "amd-epyc"
     xeon = {"gpus": [], "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": ["amx_tile"]}
     assert machine_name(xeon) == "intel-xeon-platinum-8481c-amx"
-    assert machine_name({**xeon, "cpu": "Intel(R) Xeon(R) Processor"}) == "intel-xeon-amx"
     assert machine_name({**xeon, "gpus": ["NVIDIA H100 80GB HBM3"]}) == "nvidia-h100-80gb-hbm3"
-    cpu = {"model name": "Abacus", "flags": "fpu amx_tile avx512f sse avx2 avx512_vnni"}
-    monkeypatch.setattr(records, "cpu_info", lambda: cpu)
-    assert hardware()["cpu_flags"] == ["avx2", "avx512f", "avx512_vnni", "amx_tile"]
-
-
-def test_the_command_of_a_record_names_no_folder(monkeypatch):
-    """Records are published: the path of somebody's environment has no place in them."""
-    monkeypatch.setattr("sys.argv", ["/home/somebody/.venv/bin/toolkit", "run", "my recipe.yaml"])
-    assert command_line() == "toolkit run 'my recipe.yaml'"
-    monkeypatch.setattr("sys.argv", ["/home/somebody/one.py", "--note", "two tests beside it", "--out", "x"])
-    assert command_line() == "one.py --out x", "the note stands in the record"

@@ -77,22 +77,6 @@ def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
         assert tuple(found["rows"][0][name] for name in counts) == wanted
 
 
-def test_adaptive_rows_come_first_and_say_how_often_they_drafted(two_tasks):
-    """Its accept_length leaves plain steps out: without their share, a head that drafts rarely would look good."""
-    plain, speculative = two_tasks
-    idle = VerifyEvent(0, 0, 0, 1, False, 0.0, 0.4, 0.02, 1)
-    chosen = [answer("1", "math", range(10, 19), [step(2), idle, idle, idle]), answer("2", "coding", range(10, 19))]
-    adaptive = [Round("adaptive", (one,), 0.5, 2.0, 8) for one in chosen]
-    most = DraftShape(4, 4, 16)
-    rows = tabulate([*rounds_of(plain, speculative), *adaptive], [CHAIN], BF16_TARGET, 0.0, adaptive=most)["rows"]
-    assert [(row["shape"], row["task"]) for row in rows[:4]] == [
-        ("adaptive", "all"), ("adaptive", "math"), ("adaptive", "coding"), ("chain", "all"),
-    ]  # fmt: skip
-    assert (rows[0]["num_steps"], rows[0]["top_k"], rows[0]["num_draft_tokens"]) == (4, 4, 16)
-    assert (rows[0]["drafted_share"], rows[0]["accept_length"], rows[0]["speedup"]) == (0.25, 3.0, 1.0)
-    assert rows[2]["drafted_share"] is None and rows[3]["drafted_share"] == 1.0
-
-
 def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
     """tokens_equal survives a near-tie and not an error; both logits are in the record."""
     plain, speculative = two_tasks

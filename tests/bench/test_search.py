@@ -17,19 +17,15 @@ from toolkit.bench.search import (
     full_groups,
     is_significant,
     predict,
-    winner,
 )
 from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
 from toolkit.bench.step_times import (
     Parts,
     StepTimes,
-    _step_times,
-    covering_shapes,
     measure_step_times,
 )
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
@@ -61,15 +57,6 @@ def surface_of() -> Surface:
     return Surface(largest, {key: [one] for key, one in answer.items()}, [])
 
 
-def test_covering_shapes_have_every_part():
-    """A prediction needs the drafting of each (num_steps, top_k) and the verification of each number of nodes."""
-    shapes = [*(DraftShape.chain(n) for n in (1, 2, 3)), *(DraftShape(n, 2, m) for n in (2, 3) for m in (4, 5, 6))]
-    chosen = covering_shapes(shapes)
-    assert set(chosen) <= set(shapes) and len(chosen) < len(shapes)
-    assert {(one.num_steps, one.top_k) for one in chosen} == {(one.num_steps, one.top_k) for one in shapes}
-    assert {verified(one) for one in chosen} == {verified(one) for one in shapes}
-
-
 def test_a_prediction_is_accept_length_by_round():
     """tokens/s = batch * accept_length / round."""
     found = {one.name: one for one in predict(surface_of(), made_up())}
@@ -79,16 +66,6 @@ def test_a_prediction_is_accept_length_by_round():
     assert found["2,1,3"].predicted == pytest.approx(2 * 2 / 1.5)
     assert found["2,2,4"].parts == Parts(0.3, 0.95, 0.1)
     assert found["2,2,4"].predicted == pytest.approx(2 * 3 / 1.35)
-
-
-def test_finalists_and_winner_are_the_fastest():
-    """Plain decoding is never a finalist, and wins where it measures best."""
-    settings = predict(surface_of(), made_up())
-    assert [one.name for one in finalists(settings)] == ["2,2,4", "1,1,2", "2,1,3"]
-    measured = [replace(one, measured=one.predicted) for one in settings]
-    assert winner(measured).name == "2,2,4"
-    slower = [one if one.name == "plain" else replace(one, measured=1.0) for one in measured]
-    assert winner(slower).name == "plain", "the measured speeds decide, not the predicted ones"
 
 
 def test_groups_are_full():
@@ -126,50 +103,6 @@ def test_a_difference_is_significant_by_pairs():
     assert not told(slow, 1.01 * slow * noise, 6)
     assert not told([1.0] * 4, [1.0] * 4, 4), "four pairs are too few"
     assert told([1.0] * 5, [1.0] * 5, 5), "a prompt's turns are a unit"
-
-
-@pytest.mark.parametrize(("known", "ran"), [([True, False, True], [3, 2]), ([False] * 6, [3, 3, 3])])
-def test_settings_run_until_they_are_significantly_slower(surface, tiny_target, tiny_draft, monkeypatch, known, ran):
-    """All run once, those that are close again, at most three times in all."""
-    known = list(known)
-    monkeypatch.setattr("toolkit.bench.search.is_significant", lambda best, other: known.pop(0))
-    chosen = finalists(predict(surface, replace(made_up(1), drafts=AnyParts(), verifies=AnyParts())))[:1]
-    shown: list[tuple[int, int]] = []
-    times = replace(made_up(1), drafts={}, verifies={})
-    trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(6, 0.0, 0), EngineConfig(max_running_requests=1))
-    measured = confirm(trial, chosen, times, lambda *now: shown.append(now))
-    turns = 4  # of the prompts, answered by plain decoding, adaptive drafting and one finalist
-    assert not known and len(measured) == 3
-    assert [done for done, _ in shown] == list(range(1, turns * sum(ran) + 1))
-    assert {planned for _, planned in shown} == {3 * 3 * turns}
-
-
-def test_times_nowhere_fall_with_more_nodes_or_deeper_drafts():
-    """By hand: 3.0 once and 2.0 twice become 7/3. A tree after one step is apart. None is faster than plain."""
-
-    def parts(verify_s, draft_s, rounds=1):
-        return [Parts(draft_s, verify_s, 0.1)] * rounds
-
-    rounds = {
-        None: parts(1.5, 9.0),
-        DraftShape.chain(1): parts(1.0, 0.2),
-        DraftShape.chain(2): parts(3.0, 0.5),
-        DraftShape.chain(3): parts(2.0, 0.2, 2),
-        DraftShape(1, 4, 5): parts(1.8, 0.1),
-        DraftShape(2, 4, 6): parts(4.0, 0.4),
-    }
-    times = _step_times(1, rounds)
-    assert {key: verify for key, (verify, _) in times.verifies.items()} == pytest.approx(
-        {"chain,2 after one step": 1.5, "chain,3": 7 / 3, "chain,4": 7 / 3, "tree,5 after one step": 1.8, "tree,6": 4.0}
-    )
-    assert times.drafts == pytest.approx({(1, 1): 0.2, (2, 1): 0.3, (3, 1): 0.3, (1, 4): 0.1, (2, 4): 0.4})
-
-
-class AnyParts(dict):
-    """The same seconds for every shape."""
-
-    def __missing__(self, key):
-        return (1.0, 0.1) if isinstance(key, str) else 0.1
 
 
 @pytest.fixture(scope="module")

@@ -45,19 +45,6 @@ def test_later_turns_follow_plain_decodings_answer_in_every_mode(scripted, words
         assert asked[mode, 1] == "u:p|a:abc|u:q|a:"
 
 
-def test_a_batch_holds_prompts_of_different_numbers_of_turns(scripted, words):
-    modes, _ = two_engines(scripted)
-    seen = []
-    rounds = run_side_by_side(
-        modes, words, prompts(("p", "q"), ("r",), ("s",)), SAMPLING, batch=2, on_progress=lambda *at: seen.append(at)
-    )
-    groups = [
-        [answer.question.prompt.question_id for answer in done.answers] for done in rounds if done.mode == "plain"
-    ]
-    assert groups == [["0", "1"], ["0"], ["2"]]
-    assert seen[-1] == (12, 12)
-
-
 def test_seeds_differ_by_question_and_not_by_mode(scripted, words):
     """One seed for all questions would draw the same numbers in all; one a mode would make tokens part."""
     modes, _ = two_engines(scripted)

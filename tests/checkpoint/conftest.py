@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.targets.facts import target_facts
 from toolkit.weights import save_tensors
@@ -34,13 +33,6 @@ def make_eagle3(tiny_draft):
         return head
 
     return make
-
-
-@pytest.fixture
-def eagle2_head(tiny_target):
-    torch.manual_seed(10)
-    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    return Eagle2Head(config).eval().requires_grad_(False)
 
 
 def layer_config(config) -> dict:

@@ -11,7 +11,6 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head as export
-from toolkit.checkpoint.export_head import export_path
 from toolkit.checkpoint.files import looks_like_target
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import exported, open_head
@@ -139,8 +138,6 @@ class TestWhatLoadersRead:
     ("to", "variants", "says"),
     [
         ("sglang", {}, "output matrix of its own, which cannot be written for sglang"),
-        ("vllm", {"markov_rank": 0, "confidence": False}, "no Markov bias and drafts from its first place"),
-        ("vllm", {**DFLASH, "confidence": True}, "DFlash has no confidence"),
         ("sglang", {**SHARED, "aux_layer_ids": (0, 2, 3)}, "supports only ids from 1 to"),
     ],
 )
@@ -150,26 +147,11 @@ def test_what_an_engine_would_change_is_refused(make, tiny_facts, tmp_path, to, 
     assert not (tmp_path / "o").exists()
 
 
-def test_sglang_takes_a_head_whose_matrix_is_the_targets(make, tiny_target, tiny_facts, tmp_path):
-    """As `train.head.lm_head=frozen` trains it on all ids; SGLang reads the target's."""
-    draft = make(cut=False)
-    draft.head.lm_head.weight.copy_(tiny_target.lm_head.weight)
-    export(draft, "sglang", tmp_path / "o", tiny_facts, CHAIN)
-    read = open_head(tmp_path / "o").head
-    assert not read.config.own_output and torch.equal(read.fc.weight, draft.head.fc.weight)
-
-
 def test_targets_that_scale_their_embeddings_in_another_place_are_refused(make, tiny_facts):
     """The head would read embeddings smaller by the root of the hidden size, and nothing would say so."""
     gemma = replace(tiny_facts, config=SimpleNamespace(model_type="gemma3_text"))
     with pytest.raises(ExportError, match="vLLM scales the embeddings of a gemma3_text target"):
         exported(make(), "vllm", gemma, 4)
-
-
-def test_the_launch_line_drafts_the_whole_block(make, tiny_facts, tmp_path):
-    export(make(), "toolkit", tmp_path / "ours", tiny_facts, CHAIN)
-    _, launch, _ = export_path(str(tmp_path / "ours"), "vllm", tmp_path / "o", settings={})
-    assert '"num_speculative_tokens": 5' in launch
 
 
 # -- checkpoints as others write them ----------------------------------------------------------------------------------
@@ -249,33 +231,12 @@ def test_forms_of_others(publish, form, variants):
     assert [one.line for one in open_head(directory).resolutions if one.warning] == []
 
 
-def test_a_block_that_counts_drafts(publish):
-    """SGLang queries one place more than block_size where the first place drafts nothing."""
-    _, directory = publish("deepspec", {"sample_from_anchor": False, "dspark_bonus_anchor": True})
-    config = open_head(directory).head.config
-    assert config.block_size == 6 and config.drafts_at_once == 5 and not config.sample_from_anchor
-
-
-def test_speculators_default_of_the_first_place_is_doubted(publish):
-    """Its class reads an absent key as true, vLLM as false."""
-    _, directory = publish("speculators", {"sample_from_anchor": None})
-    (line,) = [one for one in open_head(directory).resolutions if one.key == "sample_from_anchor"]
-    assert line.value is True and line.warning and "--set sample_from_anchor=false" in line.line
-    said = open_head(directory, overrides={"sample_from_anchor": False})
-    assert not said.head.config.sample_from_anchor
-
-
 REFUSED = [
     ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "a sliding window"),
     ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "unexpected: layers.0.self_attn.q_proj.bias"),
-    ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
-    ({"architectures": ["Gemma4DSparkModel"]}, "a drafter of another kind: architectures ['Gemma4DSparkModel']"),
     ({"mask_token_id": None}, "states no mask_token_id"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "are different layers"),
-    ({"dflash_config": {"block_size": 9}}, "block_size is 5, and in dflash_config 9"),
     ({"markov_rank": 8}, "markov_rank is 8, but by the tensors 4"),
-    ({"confidence_head.proj.weight": torch.zeros(1, 9)}, "reads 9 values, not 64 or 68"),
-    ({"mask_embedding": torch.zeros(64)}, "mask_embedding of its own"),
 ]
 
 
@@ -286,12 +247,6 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(publish, changes, say
     with pytest.raises((DraftDirError, WeightsError)) as caught:
         open_head(directory)
     assert says in str(caught.value)
-
-
-def test_what_is_not_stated_can_be_given(publish):
-    _, directory = publish("deepspec", {"mask_token_id": None, "target_layer_ids": None})
-    config = open_head(directory, overrides={"mask_token_id": 7, "aux_layer_ids": (1, 2, 3)}).head.config
-    assert config.mask_token_id == 7 and config.aux_layer_ids == (1, 2, 3)
 
 
 def test_a_mask_embedding_that_is_the_vocabularys_row(publish, tiny_target, tiny_target_directory):

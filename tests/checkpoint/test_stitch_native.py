@@ -13,7 +13,6 @@ from tests.checkpoint.native_targets import FAMILIES, NAMES, change_module, writ
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.checkpoint.native_mtp import find_native, load_native
 from toolkit.cli import main
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
@@ -122,11 +121,6 @@ def test_a_fresh_module_is_added_to_a_target_that_had_none(tiny_target, tiny_tar
     ("family", "change", "said"),
     [
         ("mimo", lambda t: {**t, f"{NAMES['mimo'][2]}.weight_scale": torch.ones(1)}, "is quantised"),
-        (
-            "mimo",
-            lambda t: {n: v for n, v in t.items() if "q_proj.bias" not in n},
-            "has no such tensors: .*q_proj.bias",
-        ),
     ],
 )
 def test_a_module_that_cannot_be_written_is_refused(family, change, said, tuned, tmp_path, capsys):
@@ -137,14 +131,10 @@ def test_a_module_that_cannot_be_written_is_refused(family, change, said, tuned,
     assert re.search(said, capsys.readouterr().err) and not (tmp_path / "copy").exists()
 
 
-def test_heads_of_another_form_are_refused(tuned, tiny_target, tiny_target_directory, tmp_path, capsys):
-    """Another kind, another family's layer, an existing folder."""
+def test_heads_of_another_form_are_refused(tuned, tiny_target_directory, tmp_path, capsys):
+    """Another family's layer, an existing folder."""
     _, draft = tuned("deepseek")
     assert stitched(draft, tmp_path / "copy", "--target", str(tiny_target_directory)) == 2
     assert "it has the layer of another family" in capsys.readouterr().err
-    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    other = save_draft(tmp_path / "eagle2", Eagle2Head(config).state_dict(), config, None, meta)
-    assert stitched(other, tmp_path / "copy") == 2 and "is no MTP module" in capsys.readouterr().err
     (tmp_path / "copy").mkdir()
     assert stitched(draft, tmp_path / "copy") == 2 and "exists; give a new folder" in capsys.readouterr().err

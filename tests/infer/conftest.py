@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.lookup import NgramLookup
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
@@ -203,10 +206,38 @@ class OracleDrafter:
         pass
 
 
+def oracle_engine(
+    target: Target, answers: dict[tuple[int, ...], list[int]], *, right: float, tree: bool, **options: Any
+) -> Engine:
+    """An engine that drafts what an oracle says, four levels deep."""
+    engine = Engine(target, **options)
+    engine.shape = DraftShape.chain(4)
+    engine.drafter = OracleDrafter(answers, target.vocab_size, right=right, tree=tree)
+    engine._memory.slack = 16  # its trees have up to 13 nodes
+    return engine
+
+
 @pytest.fixture
 def oracle() -> type[OracleDrafter]:
     """Assign one to `engine.drafter` to get long accepted runs from a random target."""
     return OracleDrafter
+
+
+def propose(engine: Engine, drafter: Drafter, requests: Sequence[Request]) -> DraftTree:
+    """What `drafter` drafts next for the first running requests."""
+    with torch.inference_mode():
+        states = engine._rounds.set_rows(requests)
+        rows = engine._rounds.state.rows(len(requests), max(length for _, length, _, _ in states))
+        return drafter.propose(requests, rows)
+
+
+def finished(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The answers, with the integrity check after every step."""
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    return [request.output_ids for request in requests]
 
 
 def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Ordinary calls of the clients that people use, against a server: `python server_clients.py URL MODEL`.
 
-Runs in an environment of its own with openai, langchain-openai and litellm. Prints one JSON object a client: its name,
+Runs in an environment of its own with openai and langchain-openai. Prints one JSON object a client: its name,
 version and the calls that passed. An answer that is not what the client documents ends it with an error.
 """
 
@@ -186,39 +186,7 @@ def with_langchain(url: str, model: str) -> list[str]:
     return ["invoke", "stream", "batch", *tools, *forms, "responses", "responses structured", "responses tools"]
 
 
-def with_litellm(url: str, model: str) -> list[str]:
-    """completion whole, streamed, with tools, a tool's result and a form; responses."""
-    import litellm
-
-    common = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
-    fields = {**common, "messages": QUESTION, **LIMITS}
-    whole = litellm.completion(**fields).choices[0].message.content
-    assert whole == text_of(litellm.completion(**fields, stream=True))
-    check_message(litellm.completion(**fields, tools=[WEATHER]).choices[0].message)
-    assert list(litellm.completion(**fields, tools=[WEATHER], stream=True))
-    longer = {**common, "messages": QUESTION, **WHOLE}
-    asked = {**longer, "tools": [WEATHER], "tool_choice": "required"}
-    choice = litellm.completion(**asked).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    check_weather(choice.message.tool_calls[0].function.arguments)
-    rebuilt = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
-    assert rebuilt.choices[0].message.tool_calls[0].function.arguments == (
-        choice.message.tool_calls[0].function.arguments
-    )
-    assert litellm.completion(**{**fields, "messages": DIALOGUE}, tools=[WEATHER]).choices
-    formed = litellm.completion(**longer, response_format=Water).choices[0].message.content
-    Water.model_validate_json(formed)
-    assert text_of(litellm.completion(**longer, response_format=Water, stream=True)) == formed
-    asked_again = {**common, "input": ASKED, "temperature": 0, "max_output_tokens": 24}
-    (message,) = litellm.responses(**asked_again).output
-    assert message.content[0].text == whole
-    events = list(litellm.responses(**asked_again, stream=True))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole
-    tools = ["tools", "tools streamed", "required", "required streamed", "tool result"]
-    return ["completion", "stream", *tools, "json_schema", "json_schema streamed", "responses", "events"]
-
-
-CLIENTS = {"openai": with_openai, "langchain-openai": with_langchain, "litellm": with_litellm}
+CLIENTS = {"openai": with_openai, "langchain-openai": with_langchain}
 
 if __name__ == "__main__":
     for name, run in CLIENTS.items():

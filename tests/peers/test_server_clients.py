@@ -1,6 +1,6 @@
 """The clients that people use get from `toolkit serve` what they expect, and no request makes it fail.
 
-Opt-in: TOOLKIT_CLIENTS_PYTHON names the interpreter of an environment with openai, langchain-openai, litellm and
+Opt-in: TOOLKIT_CLIENTS_PYTHON names the interpreter of an environment with openai, langchain-openai and
 schemathesis. TOOLKIT_PEERS_DRAFT may name a trained head; else head and target are tiny and random.
 """
 
@@ -44,7 +44,7 @@ def url(tiny_draft_directory: Path) -> Iterator[str]:
 def environment() -> dict[str, str]:
     """Without this project on the path, and without a way out for the clients' telemetry."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    return kept | {"LANGSMITH_TRACING": "false", "NO_PROXY": "127.0.0.1"}
 
 
 def test_ordinary_calls(url: str) -> None:
@@ -56,7 +56,7 @@ def test_ordinary_calls(url: str) -> None:
     passed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [one["client"] for one in passed] == ["openai", "langchain-openai", "litellm"]
+    assert [one["client"] for one in passed] == ["openai", "langchain-openai"]
 
 
 def test_no_request_makes_the_server_fail(url: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from toolkit.errors import PlanError
-from toolkit.heads.dspark import DSparkConfig
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.launch import draft_schedule, launch_lines
 from toolkit.plan.model_size import Cache, DraftCost, ModelSize
@@ -16,9 +15,7 @@ from toolkit.plan.step_time import (
     GPUS,
     Costs,
     Layout,
-    calibrated,
     forward_s,
-    gpu_named,
     prefill_s,
     round_s,
 )
@@ -96,27 +93,6 @@ def test_waiting_grows_with_the_load():
     assert best.ttft_s == pytest.approx(reads + best.batch.round_s / 2 + reads / 2)
 
 
-def test_limits_that_cannot_be_met_are_errors():
-    with pytest.raises(PlanError, match=r"serve at most .* use about .* GPUs"):
-        planner(rate=2000.0).best(8)
-    with pytest.raises(PlanError, match="no layout of 8 H100 reaches 0.1 ms per token"):
-        planner(concurrency=8, max_tpot_s=1e-4).best(8)
-    for wrong in ({"input": 0, "concurrency": 1}, {}, {"concurrency": 1, "rate": 1.0}, {"rate": 0.0}):
-        with pytest.raises(PlanError, match="expected|give exactly one"):
-            Workload(**{"input": 10, "output": 10, **wrong})
-
-
-def test_measured_steps_replace_the_fixed_time():
-    """The plan then has the measured times; a step faster than the memory allows is of another model or GPU."""
-    for overlap in (True, False):
-        costs = calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.018, 4: 0.020}, context=1250, overlap=overlap)
-        work = {"drafts": 0, "context": 1250, "overlap": overlap}
-        steps = [round_s(DENSE, None, GPU, Layout(1), costs, requests=n, **work) for n in (1, 4)]
-        assert sum(steps) == pytest.approx(0.038)
-    with pytest.raises(PlanError, match="shorter than its reads"):
-        calibrated(DENSE, GPU, Layout(1), Costs(), {1: 0.001}, context=1250)
-
-
 def test_launch_lines_of_two_nodes():
     """Every node has its line; the numbers on it are the plan's, and each engine's words are its own."""
     mine = replace(planner(SPARSE, replace(DRAFT, kind="mtp", path=None), concurrency=256), only=(16, True))
@@ -137,30 +113,3 @@ def test_launch_lines_of_two_nodes():
     assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1] and lines[2].endswith("--headless")
     config = json.loads(lines[1].split("--speculative-config '")[1].split("'")[0])
     assert config["method"] == "mtp" and [tuple(one) for one in config["num_speculative_tokens_per_batch_size"]]
-
-
-@pytest.mark.parametrize(("anchor", "name", "more"), [(True, "dspark", 0), (False, "dflash", 1)])
-def test_launch_lines_of_block_drafters(anchor, name, more):
-    """One kind here, two algorithms there; a block of 4 drafts at most, whole whatever is planned."""
-    config = DSparkConfig(
-        hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        rms_norm_eps=1e-6, vocab_size=90, max_position_embeddings=64, rope_parameters={}, target_hidden_size=64,
-        draft_vocab_size=90, aux_layer_ids=(1, 2, 3), block_size=4 if anchor else 5, sample_from_anchor=anchor,
-        markov_rank=8 if anchor else 0, confidence=anchor,
-        confidence_with_markov=anchor,
-    )  # fmt: skip
-    mine = planner(draft=replace(DRAFT, kind="dspark", config=config), concurrency=1)
-    best = mine.best(1)
-    assert best.batch.drafts < 4
-    table = mine.table(best)
-    assert f"--speculative-{name}-block-size {4 + more}" in launch_lines("sglang", ["m"], best, mine.draft, table)[1]
-    assert f'"method": "{name}"' in launch_lines("vllm", ["m"], best, mine.draft, table)[1]
-
-
-def test_gpus():
-    """Any GPU by stated figures; a name that is not in the table says which are missing."""
-    assert gpu_named("h200") == GPUS["H200"] and gpu_named("H100", {"memory": 94}).memory == 94e9
-    mine = gpu_named("MI300X", {"memory": 192, "bandwidth": 5300, "flops": 1307})
-    assert (mine.memory, mine.bandwidth, mine.flops) == (192e9, 5.3e12, 1.307e15)
-    with pytest.raises(PlanError, match="missing: bandwidth, flops"):
-        gpu_named("MI300X", {"memory": 192})

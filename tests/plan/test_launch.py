@@ -9,13 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import build_draft, build_target
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.engine.cpu_door import pack
 from toolkit.plan.launch import check_servable, settings_text
-from toolkit.plan.model_size import head_size, target_size
-from toolkit.plan.step_time import Costs, Layout, gpu_named, round_s
+from toolkit.plan.step_time import gpu_named
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -38,24 +35,6 @@ def shared(target, config_class, head_class, path) -> DraftCheckpoint:
     return DraftCheckpoint(head_class(config), TokenMap.identity(target.vocab_size), path=path)
 
 
-@pytest.mark.parametrize("batch", [1, 256])
-def test_the_best_setting_is_that_of_the_model(facts, head, batch):
-    """The shape with the most tokens per second of `toolkit plan`'s model, and how much faster it is."""
-    size, *_ = target_size(facts.source)
-    fixed = {"requests": batch, "context": 300.0}
-    plain = 1 / round_s(size, None, H100, Layout(1), Costs(), drafts=0, **fixed)
-    gains = {}
-    for (steps, top_k, nodes), length in LENGTHS.items():
-        seconds = round_s(
-            size, head_size(head.head, size), H100, Layout(1), Costs(), drafts=steps, top_k=top_k, nodes=nodes, **fixed
-        )
-        gains[steps, top_k, nodes] = length / seconds / plain
-    best = max(gains, key=lambda shape: gains[shape])
-    text = settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [batch])
-    shape = ",".join(map(str, best))
-    assert f"{shape}, accept_length {LENGTHS[best]:.2f}, {gains[best]:.2f}x plain" in text
-
-
 def test_flags_are_those_of_the_engine(facts, head):
     """One line for each batch size; the head is exported before it serves."""
     slow = {1: 0.02}  # a plain step so slow that drafts pay
@@ -73,17 +52,6 @@ def test_flags_are_those_of_the_engine(facts, head):
     flag, settings = shlex.split(text.splitlines()[2])
     assert flag == "--speculative-config"
     assert json.loads(settings) == {"method": "eagle3", "model": "OUT", "num_speculative_tokens": 4}
-
-
-def test_a_packed_head_costs_what_it_cost(facts):
-    """A CPU keeps packed weights elsewhere: a layer of no parameters would draft for free."""
-    target = build_target()
-    head = build_draft(target)
-    before = sum(parameter.numel() for parameter in head.head.parameters())
-    wanted = settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64])
-    pack(target, head, "int8")
-    assert sum(parameter.numel() for parameter in head.head.parameters()) < before
-    assert settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64]) == wanted
 
 
 def test_mtp_layers_are_read_from_the_targets_checkpoint(facts, tiny_target, tmp_path):

@@ -18,13 +18,10 @@ from transformers import (
 from toolkit.errors import PlanError
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.plan.model_size import (
-    check_accept_lengths,
     head_size,
-    measured_accept_lengths,
     native_mtp,
     size_of_config,
     target_size,
-    usual_head,
 )
 
 TINY = {
@@ -93,43 +90,16 @@ def test_target_by_directory_and_config(tmp_path):
     mtp = native_mtp(size)
     assert mtp.layers == mtp.moe_layers == 1 and mtp.experts == size.experts / 2 and mtp.head == size.head
     assert mtp.shared_head and not size.shared_head
-    with pytest.raises(PlanError, match="--weight-bits is 0; expected a number above 0"):
-        target_size(str(tmp_path), 0)
     with pytest.raises(PlanError, match="has no MTP layers"):
         native_mtp(size_of_config(LlamaConfig(**TINY), "plain"))
 
 
 def test_size_of_a_real_head(tiny_draft):
-    """The usual form of EAGLE-3 counts what a head of the same shapes has."""
+    """All that the head holds is counted, of each of its layers."""
     config = tiny_draft.head.config
     size = size_of_config(LlamaConfig(**{**TINY, "hidden_size": config.hidden_size}), "x")
     head = head_size(tiny_draft.head, size)
     assert head.parameters == sum(value.numel() for value in tiny_draft.head.parameters())
-    target = LlamaConfig(
-        vocab_size=400,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        num_hidden_layers=1,
-    )
-    usual = usual_head("eagle3", target, size_of_config(target, "x"))
-    assert usual.body == head.body and usual.cache == head.cache
     three = Eagle3Head(dataclasses.replace(config, num_hidden_layers=3))
     deep = head_size(three, size)
     assert deep.layers == 3 and deep.cache.token_bytes == 3 * head.cache.token_bytes and deep.body > 2 * head.body
-
-
-def test_accept_lengths():
-    """A measured chain of 3 says what 1 and 2 commit; tokens of a whole chain that is longer cannot be fewer."""
-    measured = {"rows": [{"top_k": 1, "num_steps": 3, "accept_rate": [0.5, 0.4, None], "temperature": 0.0}]}
-    lengths, where = measured_accept_lengths(measured)
-    assert lengths == {1: 1.5, 2: 1.7, 3: 1.7} and "chain of 3" in where
-    for nothing in (None, {"rows": [{"top_k": 4, "num_steps": 3, "accept_rate": [0.5]}]}):
-        with pytest.raises(PlanError, match="no chain was measured"):
-            measured_accept_lengths(nothing)
-    assert list(check_accept_lengths({2: 2.18, 1: 1.7})) == [1, 2]
-    for wrong in ({1: 2.5}, {1: 0.9}, {1: 1.9, 2: 1.8}):
-        with pytest.raises(PlanError, match="accept lengths by drafts"):
-            check_accept_lengths(wrong)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-
-import numpy as np
 import pytest
 
-from toolkit.plan.published import CASES, PREDICTED_WITHIN, Case
+from toolkit.plan.published import CASES, PREDICTED_WITHIN
 from toolkit.plan.step_time import Costs
 
 # Relative errors of the predicted figures, in their order: a change of the model that moves one has to say so here.
@@ -21,40 +18,6 @@ PREDICTED = {
     190: 0.140,
     2.37: -0.003,
 }
-
-
-def fit(start: Costs) -> Costs:
-    """Return costs with which the model gives exactly the figures to fit, by Newton's method.
-
-    Seconds of a step are linear in the times and in 1 / prefill_share, except at the corners of the roofline.
-    """
-    cases = [case for case in CASES if case.fitted]
-    costs = start
-    for _ in range(8):
-        wrong = _residuals(costs, cases)
-        slopes = np.empty((len(cases), len(cases)))
-        for column, case in enumerate(cases):
-            value = getattr(costs, case.fitted)
-            moved = replace(costs, **{case.fitted: value * 1.01})
-            slopes[:, column] = (_residuals(moved, cases) - wrong) / (0.01 * value)
-        steps = np.linalg.solve(slopes, -wrong)
-        changed = {case.fitted: getattr(costs, case.fitted) + step for case, step in zip(cases, steps, strict=True)}
-        costs = replace(costs, **changed)
-    return costs
-
-
-def _residuals(costs: Costs, cases: list[Case]) -> np.ndarray:
-    return np.array([case.published / case.model(costs) - 1 for case in cases])
-
-
-def test_costs_are_what_the_fitted_figures_say():
-    """From costs that are all wrong by half, the fit comes back to the ones in use (rounded to four digits)."""
-    fitted = [case.fitted for case in CASES if case.fitted]
-    wrong = Costs(**{name: value * (1.5 if name in fitted else 1.0) for name, value in asdict(Costs()).items()})
-    found = fit(wrong)
-    assert len(fitted) == len(set(fitted)) == 6
-    for name in fitted:
-        assert getattr(found, name) == pytest.approx(getattr(Costs(), name), rel=1e-3), name
 
 
 def test_published_figures():

@@ -32,13 +32,6 @@ def test_tokens_template_and_ends_survive(tiny_gguf, tiny_target):
     assert target.tokenizer.pad_token_id == tiny_target.tokenizer.pad_token_id
 
 
-def test_a_template_beside_the_file(tiny_gguf, tmp_path):
-    """Many files have none in their header; the cached copy of the model is in a folder that users do not know."""
-    (tmp_path / "m.gguf").symlink_to(tiny_gguf)
-    (tmp_path / "m.jinja").write_text("{{ messages[0]['content'] }}!")
-    assert read_target(tmp_path / "m.gguf").tokenizer.chat_template == "{{ messages[0]['content'] }}!"
-
-
 def test_packed_weights_are_written_as_a_plain_model(tiny_gguf_q8, tiny_target, sample_ids):
     """Weights left in GGUF blocks, or a config that still says so, cannot be loaded by anything but the GGUF loader."""
     directory = converted_gguf(tiny_gguf_q8)
@@ -51,14 +44,6 @@ def test_packed_weights_are_written_as_a_plain_model(tiny_gguf_q8, tiny_target, 
     ours, exact = model.float()(sample_ids).logits, tiny_target.model(sample_ids).logits
     # 8-bit blocks and bf16 each round by less than 1 %; a model of wrong weights differs by more than 100 %.
     assert (ours - exact).norm() / exact.norm() < 0.1
-
-
-def test_an_unknown_text_splitting_rule_is_warned_of(tiny_gguf_q8, monkeypatch):
-    """Silently wrong tokens reduce quality, and the user would not find the cause in the file."""
-    messages = []
-    monkeypatch.setattr("toolkit.targets.gguf_file.log.warning", lambda text, *args: messages.append(text % args))
-    converted_gguf(tiny_gguf_q8)
-    assert len(messages) == 1 and "'newest-rule' is not supported" in messages[0]
 
 
 def test_the_second_load_converts_nothing(tiny_gguf, own_cache, monkeypatch):
@@ -82,11 +67,10 @@ def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
         read_target(tiny_gguf, revision="main")
 
 
-@pytest.mark.parametrize("keep", [0, -5000])
-def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
+def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache):
     """A download cut short must name the file, and must not poison the cache for the whole one."""
     broken = own_cache.parent / "broken.gguf"
-    broken.write_bytes(tiny_gguf.read_bytes()[:keep])
+    broken.write_bytes(tiny_gguf.read_bytes()[:-5000])
     with pytest.raises(TargetError, match="broken.gguf"):
         read_target(broken)
     assert not [path for path in (own_cache / "targets").iterdir() if path.is_dir()]

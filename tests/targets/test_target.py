@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from toolkit.errors import TargetError
 from toolkit.targets.target import Target, end_of_turn_id
@@ -27,14 +26,6 @@ def test_body_norm_and_head_are_the_model_s_own_forward(tiny_target, sample_ids)
     assert torch.equal(outputs.hidden_states[-1], hidden)
 
 
-def test_the_target_is_frozen_and_in_eval_mode(tiny_target):
-    """A gradient or a dropout in the target would change the model whose output must be reproduced."""
-    model = copy.deepcopy(tiny_target.model).train().requires_grad_(True)
-    target = rebuilt(tiny_target, model=model)
-    assert not any(module.training for module in target.model.modules())
-    assert not any(parameter.requires_grad for parameter in target.model.parameters())
-
-
 def test_stop_ids_come_from_all_four_places(tiny_target):
     """Hub models state their ends in different places; one that is missed makes answers run to the length limit."""
     model = copy.deepcopy(tiny_target.model)
@@ -51,19 +42,12 @@ def test_stop_ids_come_from_all_four_places(tiny_target):
         ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}", 2),
         ("{% for m in messages %}{{ m['content'] }} \n <|endoftext|><|im_end|>{% endfor %}", 0),
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
-        ("<|im_start|>{{ messages[0]['content'] }}", None),  # it drops the answer
         ("{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}<|im_end|>{% endfor %}", 2),
     ],
 )
 def test_end_of_turn_is_the_special_token_right_after_the_answer(tiny_target, template, expected):
     """Found by rendering, not by a list of names; a plain word or the next speaker's tag must not become a stop id."""
     assert end_of_turn_id(with_template(tiny_target, template)) == expected
-
-
-def test_a_template_that_cannot_render_is_a_clear_error(tiny_target):
-    """Templates of multimodal models may want lists of parts; jinja's message alone names no template."""
-    with pytest.raises(TargetError, match="cannot render a question and its answer .*no strings here"):
-        end_of_turn_id(with_template(tiny_target, "{{ raise_exception('no strings here') }}"))
 
 
 def test_a_template_that_drops_questions_is_refused(tiny_target):
@@ -73,44 +57,9 @@ def test_a_template_that_drops_questions_is_refused(tiny_target):
         end_of_turn_id(tokenizer)
 
 
-def test_template_hash_follows_the_template(tiny_target):
-    """A draft head warns when it was trained under another template."""
-    other = rebuilt(tiny_target, tokenizer=with_template(tiny_target, tiny_target.tokenizer.chat_template + " "))
-    assert len(tiny_target.template_sha256) == 64 and other.template_sha256 != tiny_target.template_sha256
-    assert rebuilt(tiny_target, tokenizer=with_template(tiny_target, None)).template_sha256 == ""
-
-
-def test_fingerprint_names_the_weights_not_the_dtype(tiny_target):
-    """A head trained against bf16 serves the same model in fp32; another revision is another model."""
-    model = copy.deepcopy(tiny_target.model)
-    model.config.dtype = torch.bfloat16
-    assert rebuilt(tiny_target, model=model).fingerprint == tiny_target.fingerprint
-    assert rebuilt(tiny_target, revision="abc").fingerprint != tiny_target.fingerprint
-    model.config.rms_norm_eps = 0.5
-    assert rebuilt(tiny_target, model=model).fingerprint != tiny_target.fingerprint
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tiny_target):
-    """Its last ids would index past the embedding in the middle of a run."""
-    tokenizer = copy.deepcopy(tiny_target.tokenizer)
-    tokenizer.add_tokens(["one-more"])
-    with pytest.raises(
-        TargetError, match=f"{len(tokenizer)} ids and the model {tiny_target.vocab_size} embedding rows"
-    ):
-        rebuilt(tiny_target, tokenizer=tokenizer)
-
-
 def test_a_body_of_unknown_shape_is_refused_at_once(tiny_target):
     """Hooks and features need layers, a norm and a linear head; a missing part must name itself at load time."""
     model = copy.deepcopy(tiny_target.model)
     model.model.norm = None
     with pytest.raises(TargetError, match="no final norm"):
-        rebuilt(tiny_target, model=model)
-    model = copy.deepcopy(tiny_target.model)
-    model.model.layers = nn.ModuleList(list(model.model.layers)[:-1])
-    with pytest.raises(TargetError, match="no list of 7 decoder layers"):
-        rebuilt(tiny_target, model=model)
-    model = copy.deepcopy(tiny_target.model)
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(TargetError, match="output embedding is Sequential"):
         rebuilt(tiny_target, model=model)

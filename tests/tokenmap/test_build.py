@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.tokenmap.build import build_token_map, coverage, coverage_table, forced_ids_for, rank_ids
-from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for, rank_ids
 
 VOCAB = 300
 
@@ -53,20 +52,6 @@ def test_forced_ids_survive_a_small_size():
     assert token_map.ids.tolist() == [0, 197, 198, 199, 299]
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"size": VOCAB + 1}, f"1 to {VOCAB}"),
-        ({"size": 2, "forced_ids": (1, 2, 3)}, "do not fit into a map of size 2"),
-        ({"coverage": 0.0}, "share above 0"),
-    ],
-)
-def test_impossible_sizes_and_shares_are_errors(options, words):
-    """Silently reducing the size would train a head of another shape than the recipe says."""
-    with pytest.raises(TokenMapError, match=words):
-        build_token_map(torch.ones(VOCAB, dtype=torch.int64), **options)
-
-
 @pytest.mark.parametrize("share", [0.01, 0.95])
 def test_coverage_picks_the_smallest_size_that_reaches_the_share(share):
     """One id too many costs time in every draft step; one too few misses the requested share."""
@@ -83,43 +68,8 @@ def test_coverage_counts_forced_ids_and_keeps_all_of_them():
     assert build_token_map(counts, coverage=0.5, forced_ids=(0, 3, 4)).ids.tolist() == [0, 3, 4]
 
 
-def test_a_share_of_nothing_is_an_error():
-    """Without counts any size reaches any share; an empty corpus must raise an error."""
-    with pytest.raises(TokenMapError, match="no tokens"):
-        build_token_map(torch.zeros(9, dtype=torch.int64), coverage=0.9)
-
-
-def test_coverage_table_rises_to_one_and_agrees_with_the_maps():
-    """Users choose a size from the table; each row must equal what building with that size gives."""
-    counts = count_tokens(answers_of(3), VOCAB)
-    rows = coverage_table(counts, [VOCAB, 16, 64, 16, 128], forced_ids=(0, 1))
-    assert [row["size"] for row in rows] == [16, 64, 128, VOCAB]
-    shares = [row["coverage"] for row in rows]
-    assert shares == sorted(shares) and shares[-1] == 1.0 and rows[-1]["distinct"] == 200
-    for row in rows:
-        token_map = build_token_map(counts, size=row["size"], forced_ids=(0, 1))
-        assert row["coverage"] == coverage(counts, token_map.ids)
-        assert row["distinct"] == int((counts[token_map.ids] > 0).sum())
-
-
 def test_forced_ids_are_special_tokens_and_stop_ids():
     """Chat and tool tokens are special but never occur in plain text; ordinary added words must not be forced."""
     added = {0: SimpleNamespace(special=True), 5: SimpleNamespace(special=False), 9: SimpleNamespace(special=True)}
     tokenizer = SimpleNamespace(added_tokens_decoder=added, all_special_ids=[0, 2])
     assert forced_ids_for(tokenizer, stop_ids={7, 400}, vocab_size=VOCAB) == (0, 2, 7, 9)
-
-
-def test_held_out_coverage_goes_by_the_ranking_of_the_counted_text():
-    """A map that is evaluated on the text it was ranked by would always look complete."""
-    counted, held_out = torch.tensor([0, 9, 5, 1, 0, 0]), torch.tensor([4, 2, 0, 1, 3, 0])
-    rows = coverage_table(counted, [1, 2, 3, 6], held_out=held_out)
-    assert [row["held_out_coverage"] for row in rows] == [0.2, 0.2, 0.3, 1.0]
-    assert "held_out_coverage" not in coverage_table(counted, [1])[0]
-
-
-def test_each_corpus_has_its_curve_by_the_common_ranking():
-    """A map of mixed corpora serves one worse than another; its own ranking would hide that."""
-    corpora = {"a": torch.tensor([0, 9, 5, 1]), "b": torch.tensor([6, 0, 0, 0])}
-    rows = coverage_table(corpora["a"] + corpora["b"], [1, 2, 4], corpora=corpora)
-    assert [row["by_corpus"] for row in rows] == [{"a": 0.6, "b": 0.0}, {"a": 0.6, "b": 1.0}, {"a": 1.0, "b": 1.0}]
-    assert "by_corpus" not in coverage_table(corpora["a"], [1])[0]

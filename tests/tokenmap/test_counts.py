@@ -1,9 +1,6 @@
-import pytest
 import torch
 
 from toolkit.tokenmap.counts import Corpus, CorpusCounts, Counts, load_counts, save_counts
-from toolkit.tokenmap.token_map import TokenMapError
-from toolkit.weights import save_tensors
 
 VOCAB = 6
 
@@ -50,11 +47,3 @@ def test_the_file_holds_everything(tmp_path):
         ]  # fmt: skip
         assert torch.equal(read.total(), some_counts().total())
         assert read.corpora[1].by_task().keys() == {"code"}
-
-
-def test_other_files_are_refused(tmp_path):
-    save_tensors(tmp_path / "counts.safetensors", {"counts": torch.ones(3)})
-    with pytest.raises(TokenMapError, match="holds no token counts of corpora"):
-        load_counts(tmp_path)
-    with pytest.raises(TokenMapError, match="does not exist.*Token counts are needed"):
-        load_counts(tmp_path / "absent")

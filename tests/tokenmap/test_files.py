@@ -14,7 +14,6 @@ from toolkit.tokenmap.files import (
     write_stage,
 )
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-from toolkit.weights import save_tensors
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -35,42 +34,11 @@ def test_ranked_lists_and_tensors_of_others_are_read(tmp_path):
     assert load_freq_list(tmp_path / "ranked.pt", 10) == load_freq_list(tmp_path / "tensor.pt", 10) == TOKEN_MAP
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ([1, 4, 4], "freq.pt: 1 duplicate"),
-        ([1, "2"], "not all integers"),
-        ({"ids": [1]}, "holds a dict"),
-    ],
-)
-def test_invalid_lists_are_refused(tmp_path, content, words):
+def test_a_list_with_a_duplicate_is_refused(tmp_path):
     """The published FR-Spec builder writes a second BOS id; such a file must not be served."""
-    torch.save(content, tmp_path / "freq.pt")
-    with pytest.raises(TokenMapError, match=words):
+    torch.save([1, 4, 4], tmp_path / "freq.pt")
+    with pytest.raises(TokenMapError, match="freq.pt: 1 duplicate"):
         load_freq_list(tmp_path / "freq.pt", 10)
-
-
-@pytest.mark.parametrize("content", [b"PK\x03\x04 cut"])
-def test_a_damaged_list_is_a_clear_error(tmp_path, content):
-    """The error for a truncated download must name the file instead of showing a pickle traceback."""
-    (tmp_path / "freq.pt").write_bytes(content)
-    with pytest.raises(TokenMapError, match="freq.pt cannot be read as a token map"):
-        load_freq_list(tmp_path / "freq.pt", 10)
-
-
-@pytest.mark.parametrize(
-    "tensors, words",
-    [
-        ({"d2t": TOKEN_MAP.d2t}, "expected d2t and t2d"),
-        ({"d2t": TOKEN_MAP.d2t, "t2d": TOKEN_MAP.t2d.roll(1)}, "keep different ids"),
-        ({"d2t": TOKEN_MAP.ids + 5, "t2d": TOKEN_MAP.t2d}, "outside"),
-    ],
-)
-def test_token_maps_that_contradict_themselves_are_refused(tmp_path, tensors, words):
-    """Absolute ids in place of offsets, or tensors of two maps, would silently draft wrong tokens."""
-    save_tensors(tmp_path / "map.safetensors", tensors)
-    with pytest.raises(TokenMapError, match=words):
-        load_token_map(tmp_path / "map.safetensors")
 
 
 def counts_of(*counted: torch.Tensor, forced_ids: tuple[int, ...] = (), held_out: bool = False) -> Counts:
@@ -125,10 +93,3 @@ def test_coverage_by_corpus_by_task_and_held_out(tmp_path):
     assert report["corpora"][1]["tasks"] == [{"task": "math", "tokens": 4, "coverage": 0.75}]
     assert report["rows"][0]["by_corpus"] == {"c0": 0.8, "c1": 0.75}
     assert report["rows"][0]["held_out_coverage"] == 2 / 3
-
-
-def test_stage_works_when_nothing_was_counted_and_for_tiny_vocabularies(tmp_path):
-    """A dry run without tokens must write a table of zeros instead of dividing by zero."""
-    counts = counts_of(torch.zeros(40, dtype=torch.int64))
-    report = write_stage(tmp_path, build_token_map(counts.total(), size=8), counts)
-    assert report["coverage"] == 0.0 and [row["size"] for row in report["rows"]] == [8, 40]

@@ -46,12 +46,6 @@ def test_repaired_maps(ids, counts, kept):
     assert problems_of(token_map.ids, VOCAB, forced) == []
 
 
-def test_a_list_of_another_tokenizer_is_not_repaired():
-    """The result would be a map of special ids alone, or of ids whose texts nobody counted."""
-    with pytest.raises(TokenMapError, match="only 1 of the list's 4 ids are in the vocabulary .* another tokenizer"):
-        repaired(torch.tensor([5, 30, 40, 50]), VOCAB, (0, 2))
-
-
 def test_all_files_of_a_map_are_read(tmp_path):
     """Maps of others are lists, ours are folders, and heads hold theirs."""
     token_map = TokenMap.from_ids([3, 5, 9], VOCAB)
@@ -62,7 +56,5 @@ def test_all_files_of_a_map_are_read(tmp_path):
         assert read_ids(tmp_path / name).tolist() == [3, 5, 9]
     torch.save([4, 4, 1], tmp_path / "raw.pt")
     assert read_ids(tmp_path / "raw.pt").tolist() == [4, 4, 1], "as they stand in the file"
-    save_tensors(tmp_path / "full" / "model.safetensors", {"fc.weight": torch.ones(2)})
-    for name, words in (("full", "has no d2t"), ("none", "does not exist"), (".", "has no token_map.safetensors")):
-        with pytest.raises(TokenMapError, match=words):
-            read_ids(tmp_path / name)
+    with pytest.raises(TokenMapError, match="does not exist"):
+        read_ids(tmp_path / "none")

@@ -29,15 +29,11 @@ FUSED = {
     "qwen2": {},
     "qwen3": {},
 }
-# Another activation in Llama's own layer; SmolLM3 rotates in some layers only, Ministral scales by position, Granite
-# has another residual; the others have other parts.
+# Another activation in Llama's own layer; SmolLM3 rotates in some layers only, Granite has another residual.
 APART = {
     "llama": {"hidden_act": "gelu"},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "ministral3": {},
     "granite": {"residual_multiplier": 0.5},
-    "gemma2": {"sliding_window": 6},
-    "phi3": {},
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from toolkit.bench.side_by_side import SideBySide
 from toolkit.infer.cache import cache_manager
-from toolkit.infer.cache.cache_manager import ROOM, MemorySettings, Need
+from toolkit.infer.cache.cache_manager import ROOM, MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
@@ -42,11 +42,7 @@ def test_a_context_that_does_not_fit_is_an_error_with_the_numbers(free):
     free.bytes = 7 * GB
     with pytest.raises(EngineError) as found:
         capacity(MemorySettings(), 16, 131072)
-    assert str(found.value) == (
-        "one request of 131072 tokens (`context_length`) and room for drafts needs 17.9 GB of cache, and 5.6 GB are "
-        "there (0.8 of 7.0 GB free): lower `context_length` to at most 40400, or 1552 for 16 whole requests at once, "
-        "or raise `mem_fraction_static`"
-    )
+    assert "lower `context_length` to at most 40400, or 1552 for 16 whole requests at once" in str(found.value)
     assert 40400 + ROOM <= capacity(MemorySettings(), 16, 40400) < 40400 + ROOM + 32
     with pytest.raises(EngineError, match="at most 40400"):
         capacity(MemorySettings(), 16, 40416)
@@ -69,23 +65,6 @@ def test_a_context_that_nobody_asked_for_is_what_fits(free, caplog):
     free.bytes = 0
     assert MemorySettings().context(on_cpu, 16, None, 131072, *beside) == 131072
     assert MemorySettings().context(on_cpu, 16, 200000, 131072, *beside) == 131072
-
-
-def test_a_given_size_is_checked_too(free):
-    free.bytes = 7 * GB
-    with pytest.raises(EngineError, match=r"`max_total_tokens` is 131072, which need 17.7 GB .* at most 51776"):
-        capacity(MemorySettings(131072), 16, 512)
-    assert capacity(MemorySettings(51776), 16, 512) == 51776
-
-
-def test_rows_whose_states_do_not_fit(free):
-    """Of a hybrid target each running request has states of 100 MB, whatever its length."""
-    needed = Need(1000, 100_000_000, rows=64, context=4096)
-    with pytest.raises(EngineError, match="lower `max_running_requests` from 64 to at most 55,"):
-        needed.tokens(7 * GB, 0.8)
-    assert Need(1000, 100_000_000, rows=55, context=4096).tokens(7 * GB, 0.8) >= 4096
-    with pytest.raises(EngineError, match="no context fits; free memory"):
-        Need(1000, 0, rows=1, context=4096).tokens(10**6, 0.8)
 
 
 def test_engines_of_one_measurement_share_one_budget(tiny_target, tiny_draft, free, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from toolkit.infer.attention.metadata import prompt_metadata
@@ -11,14 +10,6 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import compact, gather_pages
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"), value_dim=3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_new_memory_is_zero_in_every_dtype(dtype):
-    """Memory that comes on touch is read by masked keys before anything is written there."""
-    cache = KVCache(KVShape(1, 2, 4, dtype, torch.device("cpu")), PagePool(2, 64))
-    assert cache.keys[0].dtype == dtype and not cache.keys[0].any() and not cache.values[0].any()
-    assert cache.keys[0].shape[-1] == cache.values[0].shape[-1] == 4
 
 
 def test_padding_leaves_page_0_as_it_is():

@@ -64,13 +64,3 @@ def test_only_new_pages_are_uploaded(uploaded):
     pool.grow(0, 4001)
     check(state, pool, 2, 2)
     assert uploaded == [2 * 1100, 2]  # a page and its place
-
-
-def test_a_padding_row_drops_its_pages_and_gets_them_back():
-    """Padding writes to its pages: row 1's would be those of a prompt that is being read."""
-    pool = PagePool(2, 16, page_size=4)
-    state = RoundState(2, pool, torch.device("cpu"))
-    pool.grow(0, 4), pool.grow(1, 12)
-    check(state, pool, 2, 2)
-    check(state, pool, 1, 2)
-    check(state, pool, 2, 2)

@@ -9,63 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.infer.conftest import finished, propose
+from tests.infer.drafters.conftest import PROBE, ScriptedChoice, paths, proposed, ragged_prompts, settings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
 MOST = DraftShape(4, 3, 12)
-LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22)
-
-
-def ragged_prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 24, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def settings() -> list[SamplingParams]:
-    """Greedy and sampled rows side by side, of different lengths: rows end and others join in nearly every step."""
-    return [
-        SamplingParams(max_tokens=14 + 5 * (i % 4), temperature=0.0 if i % 3 else 0.8, seed=i, ignore_eos=True)
-        for i in range(len(LENGTHS))
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(small_target) -> list[list[int]]:
-    return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
-
-
-PROBE = "probe"
-
-
-class ScriptedChoice:
-    """Chooses what a test tells it; learns nothing. seen: the ranks of probes, by request."""
-
-    widest = 3
-
-    def __init__(self, arms) -> None:
-        self.arms, self.seen = itertools.cycle(arms), {}
-
-    def choose(self, requests, lookup=()):
-        arm = next(self.arms)
-        self.probe_due = arm == PROBE
-        return None if self.probe_due else arm
-
-    def probed(self, requests, ranks) -> None:
-        for request, of_row in zip(requests, ranks, strict=True):
-            self.seen.setdefault(request, []).append((request.length, of_row))
-
-    def record(self, *seen) -> None:
-        pass
-
-
 PATTERNS = {
-    "never": [None],
-    "every other": [None, DraftShape.chain(2)],
     "long pauses": [None] * 7 + [MOST] + [None] * 5 + [DraftShape.chain(4), DraftShape(2, 3, 6)],
     "probes": [PROBE, None, None, PROBE, MOST, PROBE, PROBE, None, None, None, None, None, DraftShape.chain(2)],
     "all shapes": [DraftShape.chain(1), MOST, None, DraftShape.chain(3), DraftShape(4, 2, 5), None, None],
@@ -75,10 +30,8 @@ PATTERNS = {
 @pytest.mark.parametrize(
     ("name", "pattern", "batch"),
     [
-        *(("eagle3", pattern, 5) for pattern in PATTERNS),
-        ("mtp-three-layers", "all shapes", 5),
-        ("mtp-three-layers", "probes", 1),
-        ("eagle2-two-layers", "probes", 5),
+        ("eagle3", "all shapes", 5),
+        ("mtp-three-layers", "probes", 5),
         ("mtp-hidden-first", "long pauses", 1),
         ("ngram", "probes", 5),
     ],
@@ -91,24 +44,17 @@ def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, 
     some = slice(None) if batch > 1 else slice(0, 5)
     cases = list(zip(ragged_prompts(), settings(), strict=True))[some]
     requests = [engine.add_request(p, s, speculative=i % 5 != 4) for i, (p, s) in enumerate(cases)]
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [request.output_ids for request in requests] == plain[some]
+    assert finished(engine, requests) == plain[some]
     offered = [event.offered for request in requests for event in request.events]
-    assert 0 in offered and (any(offered) == (pattern != "never"))
+    assert 0 in offered and any(offered)
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "catch_up", "drafted", "probes"),
     [
         ("eagle3", MOST, 3, (), ()),
-        ("eagle3", DraftShape.chain(4), 64, (2, 9), (1, 3, 12)),
-        ("eagle2-two-layers", MOST, 64, (0, 2, 3, 9), ()),
+        ("eagle2-two-layers", DraftShape.chain(4), 64, (0, 2, 3, 9), ()),
         ("mtp-three-layers", MOST, 3, (2, 9), (1, 3, 12)),
-        ("mtp-three-layers", DraftShape.chain(4), 64, (), ()),
-        ("mtp-hidden-first", DraftShape.chain(4), 3, (0, 2, 3, 9), ()),
     ],
 )
 def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
@@ -127,16 +73,15 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         if step in (0, 4, 5):  # so rows have waited for different numbers of tokens
             requests.append(engine.add_request(ragged_prompts()[step], params))
         engine.step()
-    with torch.inference_mode():
-        engine.drafter.inner.set_shape(shape)
-        together = engine.drafter.inner.propose(requests, engine._rounds.set_rows(requests)[0])
+    engine.drafter.inner.set_shape(shape)
+    together = propose(engine, engine.drafter.inner, requests)
     engine.close()
     for row, request in enumerate(requests):
         fresh = Engine(small_target, build(name), shape, max_running_requests=1)
         twin = fresh.add_request(request.prompt_ids + request.output_ids[:-1], params)
         with torch.inference_mode():
             fresh._schedule()
-            alone = fresh.drafter.propose([twin], fresh._rounds.set_rows([twin])[0])
+        alone = proposed(fresh)
         assert twin.output_ids == request.output_ids[-1:]
         fresh.close()
         assert paths(together, row) == paths(alone, 0)
@@ -165,7 +110,7 @@ def test_a_probe_sees_what_drafts_would_have_got(small_target, build, name):
         twin = every.add_request(text[:-1], SamplingParams(max_tokens=2, ignore_eos=True))
         with torch.inference_mode():
             every._schedule()
-            tree = every.drafter.propose([twin], every._rounds.set_rows([twin])[0])
+        tree = proposed(every)
         drafts, right = tree.tokens[0, 1:].tolist(), (request.prompt_ids + request.output_ids)[length]
         assert twin.output_ids == text[-1:]
         every.abort(twin)
@@ -180,12 +125,6 @@ def test_a_probe_sees_what_drafts_would_have_got(small_target, build, name):
         assert len(set(ranks.values())) > 1
 
 
-def paths(tree: DraftTree, row: int) -> list[list[int]]:
-    """The tokens from the root to every node, in any order."""
-    nodes = tree.valid[row].nonzero().flatten().tolist()
-    return sorted(tree.tokens[row, tree.mask[row, node].nonzero().flatten()].tolist() for node in nodes)
-
-
 def test_pending_positions_stay_bounded(small_target, small_draft):
     """A head that is not asked for thousands of tokens must not keep the features of all of them."""
     engine = Engine(small_target, small_draft, MOST, max_running_requests=2, adaptive=True)
@@ -196,9 +135,7 @@ def test_pending_positions_stay_bounded(small_target, small_draft):
     assert pending.tokens.shape[1] <= 2 * (head_drafter.CATCH_UP + 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("eagle3", MOST), ("mtp-three-layers", DraftShape.chain(4)), ("ngram", DraftShape.chain(4))]
-)
+@pytest.mark.parametrize(("name", "shape"), [("eagle3", MOST), ("ngram", DraftShape.chain(4))])
 def test_any_clock_writes_the_same_tokens(small_target, build, plain, name, shape):
     """Seconds drawn at random lead the real chooser anywhere; the answers do not depend on it."""
     dice = random.Random(1)

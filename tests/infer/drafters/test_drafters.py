@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.infer.conftest import finished
+from tests.infer.drafters.conftest import LENGTHS, paths, proposed, ragged_prompts, settings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams
-
-LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22, 6, 8, 2, 11)
-
-
-def ragged_prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 24, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def settings() -> list[SamplingParams]:
-    """Greedy and sampled rows side by side, of different lengths."""
-    return [
-        SamplingParams(max_tokens=12 + 3 * (i % 4), temperature=0.0 if i % 3 else 0.8, seed=i, ignore_eos=True)
-        for i in range(len(LENGTHS))
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(small_target) -> list[list[int]]:
-    return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
-
-
-def finished(engine: Engine, requests) -> list[list[int]]:
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    return [request.output_ids for request in requests]
 
 
 @pytest.mark.parametrize(("shape", "batch"), [("1,1,2", 16), ("4,1,5", 1), ("4,3,12", 16)])
@@ -77,35 +50,26 @@ def test_a_row_of_a_mixed_batch_gets_the_tree_it_would_get_alone(small_target, s
     prompts = ragged_prompts()[:4]
     params = SamplingParams(max_tokens=50, ignore_eos=True)
 
-    def proposed(engine: Engine, requests):
+    def drafted(engine: Engine, requests):
         for _ in range(3):
             engine.step()
-        with torch.inference_mode():
-            tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+        tree = proposed(engine)
         engine.close()
-        paths = []
-        for row in range(len(requests)):
-            nodes = tree.valid[row].nonzero().flatten().tolist()
-            seen = [tree.mask[row, node].nonzero().flatten() for node in nodes]
-            paths.append(sorted(tree.tokens[row, path].tolist() for path in seen))
-        return [request.output_ids for request in requests], paths
+        return [request.output_ids for request in requests], [paths(tree, row) for row in range(len(requests))]
 
     mixed = Engine(small_target, small_draft, DraftShape(4, 4, 20))
-    together = proposed(mixed, [mixed.add_request(p, params, shape=s) for p, s in zip(prompts, shapes, strict=True)])
+    together = drafted(mixed, [mixed.add_request(p, params, shape=s) for p, s in zip(prompts, shapes, strict=True)])
     for row, (prompt, shape) in enumerate(zip(prompts, shapes, strict=True)):
         alone = Engine(small_target, small_draft, shape)
-        tokens, paths = proposed(alone, [alone.add_request(prompt, params)])
+        tokens, of_row = drafted(alone, [alone.add_request(prompt, params)])
         assert tokens[0] == together[0][row], "another tree was accepted; the comparison below would be of other texts"
-        assert paths[0] == together[1][row]
-        assert len(paths[0]) == shape.num_draft_tokens
+        assert of_row[0] == together[1][row]
+        assert len(of_row[0]) == shape.num_draft_tokens
 
 
 def test_a_shape_beyond_the_engines_is_refused(small_target, small_draft):
     """A request must not make the whole batch's expansion larger than was planned for."""
     engine = Engine(small_target, small_draft, DraftShape(3, 2, 6))
-    for shape in (DraftShape.chain(4), DraftShape(3, 3, 6), DraftShape(3, 2, 7)):
-        with pytest.raises(DraftShapeError, match=r"engine drafts tree 3x2/6 \(3,2,6\)"):
-            engine.add_request([3], SamplingParams(), shape=shape)
+    with pytest.raises(DraftShapeError, match=r"engine drafts tree 3x2/6 \(3,2,6\)"):
+        engine.add_request([3], SamplingParams(), shape=DraftShape.chain(4))
     engine.close()
-    with pytest.raises(DraftShapeError, match="the engine has no drafter"):
-        Engine(small_target).add_request([3], SamplingParams(), shape=DraftShape.chain(1))

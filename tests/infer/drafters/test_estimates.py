@@ -34,17 +34,6 @@ def test_a_tree_tells_what_narrower_shapes_would_have_got():
     assert expected(acceptance, [request], SHAPES) == pytest.approx([2, 2, 2, 3], abs=0.15)
 
 
-def test_levels_that_were_never_reached_are_guessed_from_those_above():
-    """Else a chain of 1 would never grow, or an unknown level would draw a useless head into deep drafts."""
-    acceptance, request = RunningAcceptance([1], 4), new_request()
-    for _ in range(300):
-        acceptance.add(request, DraftShape.chain(1), [0])
-    assert expected(acceptance, [request], [CHAIN_4])[0] > 4.5
-    for _ in range(600):
-        acceptance.add(request, DraftShape.chain(1), [])
-    assert expected(acceptance, [request], [CHAIN_4])[0] < 1.1
-
-
 def test_requests_start_from_the_engines_rates_and_go_their_own_ways():
     """A new request of a well-drafted server is drafted for at once; a hard one does not spoil an easy one."""
     acceptance = RunningAcceptance([1], 4)
@@ -57,77 +46,6 @@ def test_requests_start_from_the_engines_rates_and_go_their_own_ways():
     assert expected(acceptance, [easy, hard], [CHAIN_4])[0] == pytest.approx((of_easy + of_hard) / 2)
 
 
-def test_probes_count_for_the_first_level_and_all_widths():
-    """The right token was second of four in every probe: a chain gets nothing, a tree of width 2 its first level and,
-    where nobody ever was, as much on the next."""
-    acceptance, request = RunningAcceptance([1, 2, 4], 4), new_request()
-    expected(acceptance, [request], SHAPES)
-    assert acceptance.known_share([request]) == 0
-    for _ in range(40):
-        acceptance.probe(request, [1] * 16)
-    assert acceptance.known_share([request, new_request(), new_request(speculative=False), request]) == 0.75
-    one, four, narrow, _ = expected(acceptance, [request], SHAPES)
-    assert (one, four) == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05)) and narrow > 4
-    for _ in range(40):
-        acceptance.probe(request, [4] * 16)  # not among the four
-    assert expected(acceptance, [request], SHAPES) == pytest.approx([1, 1, 1, 1], abs=0.15)
-
-
-@pytest.mark.parametrize(("ran", "allowed"), [
-    ([None], [2]), ([2], [2, 3]), ([2, 3], [2, 3, 5]), ([5], [2, 3, 5, 9]), ([9], [2, 3, 5, 9, 30]),
-])  # fmt: skip
-def test_larger_shapes_come_by_doublings(ran, allowed):
-    """Of twice the nodes that ran at this size of batch, or else the next larger one; other sizes do not count."""
-    arms = {
-        2: DraftShape.chain(1),
-        3: CHAIN_2,
-        5: CHAIN_4,
-        9: DraftShape(2, 4, 9),
-        30: DraftShape(8, 4, 30),
-        None: None,
-    }
-    costs = StepCosts()
-    costs.add(8, arms[30], 1.0, 20.0)
-    costs.add(8, None, 0.0, 10.0)
-    for nodes in ran:
-        costs.add(1, arms[nodes], 0.0, 10.0)
-    assert list(costs.all(1, list(arms.values()))) == [*(arms[nodes] for nodes in allowed), None]
-
-
-def test_a_busy_moment_does_not_count_and_a_lasting_change_does():
-    """One round in ten that takes ten times as long must not make an arm look slow."""
-    costs = StepCosts()
-    for i in range(30):
-        costs.add(1, None, 0.0, 100.0 if i % 10 == 5 else 10.0)
-        assert costs.seconds(1, None) == 10.0
-    for _ in range(WINDOW):
-        costs.add(1, None, 0.0, 14.0)
-    assert costs.seconds(1, None) == 14.0
-
-
-def test_shapes_that_did_not_run_are_guessed_from_one_that_did():
-    """Levels cost drafting, nodes beyond the root cost verifying; what is measured then replaces the guess."""
-    costs = StepCosts()
-    costs.add(1, None, 0.0, 10.0)
-    costs.add(1, CHAIN_4, 4.0, 12.0)
-    assert costs.seconds(1, CHAIN_2) == pytest.approx(2.0 + 11.0)
-    assert costs.seconds(1, DraftShape(2, 4, 9)) == pytest.approx(2.0 + 14.0)
-    costs.add(1, CHAIN_2, 5.0, 15.0)
-    assert costs.seconds(1, CHAIN_2) == 20.0 and costs.seconds(1, CHAIN_4) == 16.0
-
-
-def test_another_size_of_batch_is_scaled_by_what_both_have_run():
-    """A new size must not be explored from nothing, and must not inherit the seconds of another size."""
-    costs = StepCosts()
-    costs.add(4, None, 0.0, 10.0)
-    costs.add(4, CHAIN_4, 4.0, 12.0)
-    assert costs.seconds(3, CHAIN_4) == 16.0  # sizes 3 and 4 are one
-    assert costs.seconds(16, CHAIN_4) == 16.0
-    costs.add(16, None, 0.0, 20.0)
-    assert costs.seconds(16, CHAIN_4) == pytest.approx(32.0)
-    assert costs.seconds(1, None) == 10.0, "the nearest size"
-
-
 def test_a_draft_measured_in_a_busy_time_is_compared_with_the_plain_rounds_of_that_time():
     """All takes twice as long for a while, and a chain is tried just then: later it costs 1.5 plain rounds, not 3."""
     costs = StepCosts()
@@ -138,17 +56,3 @@ def test_a_draft_measured_in_a_busy_time_is_compared_with_the_plain_rounds_of_th
     for _ in range(WINDOW):
         costs.add(1, None, 0.0, 10.0)
     assert costs.seconds(1, CHAIN_2) == pytest.approx(15.0)
-
-
-def test_plain_rounds_measured_again_rescale_all_arms():
-    """With half of the threads all rounds take longer. The times of before say how much a draft adds to a plain one."""
-    costs = StepCosts()
-    costs.add(1, CHAIN_4, 1.0, 12.0)  # before any plain round
-    costs.add(1, None, 0.0, 10.0)
-    costs.add(1, CHAIN_2, 1.0, 11.0)
-    costs.add(4, None, 0.0, 15.0)  # nothing was drafted for so many
-    costs.forget_plain()
-    assert costs.needs_plain(1) and costs.needs_plain(4)
-    costs.add(1, None, 0.0, 20.0)
-    assert costs.all(1, (None, CHAIN_2, CHAIN_4)) == {None: 20.0, CHAIN_2: 24.0, CHAIN_4: 26.0}
-    assert costs.all(4, (None,)) == {None: 20.0} and not costs.needs_plain(1) and costs.needs_plain(4)

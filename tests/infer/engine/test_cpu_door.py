@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.errors import TargetError
 from toolkit.infer.engine import cpu_door
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.pipeline.run import Run
@@ -38,7 +37,6 @@ def pretend_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
 @pytest.mark.parametrize(
     "use, ours, quantization, expected",
     [
-        ("rollouts", True, None, torch.bfloat16),
         ("rollouts", False, None, torch.float32),
         ("training", True, None, torch.float32),  # torch's products are its own
         ("rollouts", False, "int8", torch.bfloat16),
@@ -54,27 +52,7 @@ def test_an_auto_target_of_a_bf16_config(monkeypatch, bf16_model, use, ours, qua
     assert load_target(bf16_model, dtype=other, use=use).dtype == DTYPES[other], "what is asked for is taken"
 
 
-@pytest.mark.parametrize(("use", "stated"), [("serving", "float16"), ("training", "bfloat16")])
-def test_an_auto_target_that_moves_to_a_gpu(monkeypatch, bf16_model, use, stated):
-    """Its weights wait on the CPU until they are divided among processes; how this CPU multiplies does not matter."""
-    pretend_products(monkeypatch, False)
-    config = json.loads((bf16_model / "config.json").read_text())
-    (bf16_model / "config.json").write_text(json.dumps({**config, "dtype": stated}))
-    assert load_target(bf16_model, use=use, runs_on="cuda").dtype == torch.bfloat16
-    assert load_target(bf16_model, use=use, runs_on="cuda:1", dtype="float16").dtype == torch.float16
-    assert load_target(bf16_model, use=use, runs_on="cuda", dtype="float32").dtype == torch.float32
-
-
-def test_float16_is_for_a_gpu(bf16_model):
-    """A CPU would take many times as long, without a word."""
-    with pytest.raises(TargetError, match="float16 and the device is cpu.*float32"):
-        load_target(bf16_model, dtype="float16")
-
-
-@pytest.mark.parametrize(
-    "ours, keeps, expected",
-    [(True, False, torch.bfloat16), (False, False, torch.float32), (True, True, torch.float32)],
-)
+@pytest.mark.parametrize("ours, keeps, expected", [(True, False, torch.bfloat16), (True, True, torch.float32)])
 def test_what_writes_a_runs_rollouts(monkeypatch, bf16_model, ours, keeps, expected):
     """In our products' dtype, unless it keeps features: training would throw away those of another than its target's.
     Training and measuring have theirs either way."""

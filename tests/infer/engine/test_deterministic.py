@@ -187,7 +187,9 @@ def test_a_minute_of_random_schedules():
         seed += 1
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, "int8")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [pytest.param(torch.float32, None, marks=pytest.mark.slow), (torch.bfloat16, "int8")]
+)
 def test_of_float32_and_quantised_targets(quantization, dtype):
     """The products of int8 weights and of float32 are other code."""
     target, draft = build("llama", quantization is None, quantization, dtype)

@@ -9,7 +9,6 @@ import pytest
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError
 
 PARAMS = SamplingParams(max_tokens=20)
 LIMIT_S = 20  # a hang is a failure, not a slow test
@@ -43,27 +42,6 @@ def test_concurrent_requests_get_their_own_tokens(scripted):
 
     answers = with_thread(scripted(echo, run=2), work)
     assert answers == [[n + 10, n + 11, n + 12, 2] for n in range(12)]
-
-
-def test_updates_carry_the_draft_flags(scripted):
-    """The chat colours by these flags: a shifted one would colour the wrong token."""
-
-    async def work(thread):
-        ticket = await thread.submit([1, 2, 3, 4, 5, 6, 7], PARAMS)
-        return [flag async for update in ticket.updates() for flag in update.from_draft]
-
-    assert with_thread(scripted(echo, run=3), work) == [False, True, True, False, True, True, False, True]
-
-
-def test_too_long_prompt_fails_its_submit_only(scripted):
-    """A user's mistake must not reach the thread's failure handling."""
-
-    async def work(thread):
-        with pytest.raises(PromptTooLongError):
-            await thread.submit([1] * 600, PARAMS)
-        return await read(await thread.submit([1], PARAMS))
-
-    assert with_thread(scripted(echo), work) == [11, 2]
 
 
 def test_failing_step_fails_the_requests_in_flight_and_the_next_one_works(scripted):
@@ -151,19 +129,6 @@ def test_an_abort_that_does_not_reach_the_engine_ends_the_request(scripted):
     with_thread(engine, work)
 
 
-def test_engine_that_loses_a_request_is_noticed(scripted):
-    """has_work() False with a request open would be a stream that never ends."""
-    engine = scripted(echo)
-    engine.step = lambda: []
-    engine.has_work = lambda: False
-
-    async def work(thread):
-        with pytest.raises(EngineFailure):
-            await read(await thread.submit([1], PARAMS))
-
-    with_thread(engine, work)
-
-
 def test_abort_frees_the_engine(scripted):
     """A client that goes away must not keep a row of the batch until its answer is done."""
     engine = scripted(lambda prompt_ids: [7] * 400)
@@ -203,20 +168,6 @@ def test_submit_cancelled_while_waiting_is_aborted(scripted):
 
     assert with_thread(engine, work) == [19, 2]
     assert [request.prompt_ids for request in engine.aborted] == [[2, 3, 4]] and not engine.has_work()
-
-
-def test_close_fails_what_is_in_flight(scripted):
-    """Ending the server with a request open must end that request too."""
-    engine = scripted(lambda prompt_ids: [7] * 400)
-    engine.step_seconds = 0.002
-
-    async def work(thread):
-        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
-        await asyncio.to_thread(thread.close)
-        with pytest.raises(EngineFailure, match="stopped"):
-            await read(ticket)
-
-    with_thread(engine, work)
 
 
 def test_an_abort_that_fails_ends_nothing_else(scripted):

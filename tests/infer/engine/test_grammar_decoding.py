@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.infer.conftest import OracleDrafter
+from tests.infer.conftest import oracle_engine
 from tests.infer.verify.test_grammar_masks import ByToken, some_grammar
-from tests.infer.verify.test_verifiers_distribution import misfit
 from toolkit.infer.drafters.draft_rollout import DraftMasks
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request import grammar
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.logits_processors import GrammarMasks
 
 # Nowhere is one text alone left that has several tokenizations: there llguidance allows one of them.
 REGEX = r"[a-cth]{2,3}( [a-c]d| [0-9]{2}){2,4}"
@@ -103,12 +100,8 @@ def engine_with(target, draft, kind: str, shape: str, plain, **options) -> Engin
     lookup = True if kind == "composed" else None
     if not kind.startswith("oracle"):
         return Engine(target, draft, DraftShape.parse(shape), lookup=lookup, **options)
-    engine = Engine(target, **options)
-    engine.shape = DraftShape.parse(shape)  # the engine drafts; what, the oracle decides
-    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
     answers = {tuple(one.prompt_ids): one.output_ids for one in plain}
-    engine.drafter = OracleDrafter(answers, target.vocab_size, right=0.8, tree="tree" in kind)
-    return engine
+    return oracle_engine(target, answers, right=0.8, tree="tree" in kind, **options)
 
 
 @pytest.mark.parametrize("kind, temperature", CASES)
@@ -175,58 +168,6 @@ def test_drawn_drafts_stay_in_the_grammar(tiny_target, tiny_draft, verify):
     for one, other in zip(found, plain, strict=True):
         if one.params.temperature == 0:
             assert one.output_ids == other.output_ids
-
-
-RUNS = 4000
-
-
-def misfit_under_a_grammar(target, draft, shape: str, verify: str) -> tuple[float, float]:
-    """G of RUNS answers of three tokens against the exact distribution, and its quantile at 1 - 1e-6.
-
-    The grammar allows a third of the tokens after each token; the exact distribution is that of the masked target.
-    """
-    allowed, prompt = some_grammar(1, 24) & some_grammar(2, 24) & some_grammar(3, 24) & some_grammar(4, 24), [5, 9, 3]
-    exact = {(): 1.0}
-    for _ in range(3):
-        texts = torch.tensor([[*prompt, *words] for words in exact])
-        logits = target.model(texts).logits[:, -1].masked_fill(~allowed[texts[:, -1]], -torch.inf)
-        rows = zip(exact.items(), logits.double().softmax(dim=-1), strict=True)
-        exact = {(*words, w): p * q[w].item() for (words, p), q in rows for w in q.nonzero()[:, 0].tolist()}
-    engine = Engine(target, draft, DraftShape.parse(shape), verify=verify, max_running_requests=200)
-    counts = dict.fromkeys(exact, 0)
-    params = [SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True, seed=seed) for seed in range(RUNS)]
-    requests = [engine.add_request(prompt, one) for one in params]
-    for request in requests:
-        request.grammar = ByToken(allowed)
-    while engine.has_work():
-        engine.step()
-    engine.close()
-    for request in requests:
-        counts[tuple(request.output_ids)] += 1  # a KeyError is an answer outside of the grammar
-    assert sum(event.accepted for request in requests for event in request.events) > RUNS / 50
-    return misfit(torch.tensor([*counts.values()]).double(), torch.tensor([*exact.values()]) * RUNS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "verify"), [("2,1,3", "rejection"), ("2,1,3", "block"), ("2,3,7", "target")])
-def test_drafts_keep_the_distribution_of_a_grammar(small_target, small_draft, shape, verify):
-    """Masking drafts naively samples a wrong distribution (arXiv 2605.07698)."""
-    g, limit = misfit_under_a_grammar(small_target, small_draft, shape, verify)
-    assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"
-
-
-@pytest.mark.slow
-def test_naive_masks_would_be_seen(small_target, small_draft, monkeypatch):
-    """The same test where the rules get the probabilities of drafts before the mask, about a third of those after."""
-    monkeypatch.setattr(GrammarMasks, "_within", lambda self, proposal: replace(proposal, q=proposal.q / 3))
-    g, limit = misfit_under_a_grammar(small_target, small_draft, "2,1,3", "rejection")
-    assert g > limit
-
-
-def without_blanks(target) -> dict[int, float]:
-    """A bias against blanks: a random model writes as many as the grammar allows."""
-    texts = {token: target.tokenizer.decode([token]) for token in range(target.vocab_size)}
-    return {token: -1000.0 for token, text in texts.items() if text and not text.strip()}
 
 
 def test_a_head_is_told_the_grammar(tiny_target, tiny_draft, monkeypatch):

@@ -139,20 +139,6 @@ def test_a_lower_priority_number_goes_first():
     made.check_integrity()
 
 
-def test_the_least_urgent_steps_back_when_pages_run_out():
-    """Not the youngest: it would be the urgent one that came last. It waits at its place of the queue."""
-    made = empty(4, capacity=6)
-    for name, priority in (("a", 3), ("b", 0), ("c", -1)):
-        made.enqueue(request(name, priority=priority))
-    run_all(made, made.next_group(64))
-    made.enqueue(request("d", priority=3))
-    for one in made.running:
-        one.append_run([5] * 5, 0)
-    made.make_room()
-    assert sorted(names(made.running)) == ["b", "c"] and names(made.waiting) == "ad"
-    made.memory.check_integrity()
-
-
 def test_an_urgent_prompt_being_read_stays():
     """The less urgent one that runs steps back, and the prompt moves into its row with the pages it has."""
     made = empty(3, capacity=14)

@@ -41,6 +41,7 @@ def changing_limit(engine: Engine) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_threads(small_target, small_draft):
     parts = (small_draft, DraftShape.parse("4,4,16"))
     wanted = Engine(small_target, *parts).generate(PROMPTS, PARAMS, speculative=False)

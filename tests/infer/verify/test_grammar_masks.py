@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.infer.verify.conftest import random_tree
 from tests.infer.verify.test_verifiers_distribution import (
-    KEPT,
     RUNS,
     SETTINGS,
-    START,
-    STEPS,
     VOCAB,
-    WRITTEN,
     Tables,
     all_rows_at_once,  # noqa: F401 (a fixture)
     cells,
     misfit,
-    seeded,
+    simulate,
 )
-from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request.draft_tree import DraftTree, Proposal, chain_tree, root_only, without_padding
+from toolkit.infer.request.draft_tree import DraftTree, chain_tree, root_only
 from toolkit.infer.verify.logits_processors import GrammarMasks
-from toolkit.infer.verify.token_distribution import Stream, draw_from
-from toolkit.infer.verify.verifiers import BLOCK, REJECTION, TARGET, follow, read_result
+from toolkit.infer.verify.verifiers import BLOCK, REJECTION, TARGET
 
 CPU = torch.device("cpu")
 
@@ -67,30 +61,6 @@ def some_grammar(seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 def requests_of(grammars) -> list:
     return [SimpleNamespace(output_ids=[], grammar=grammar) for grammar in grammars]
-
-
-def random_tree(rng: random.Random, rows: int, nodes: int, vocab: int) -> DraftTree:
-    """Trees of random form; siblings differ. Some nodes, with those below them, are padding, in the middle too."""
-    table: list[list] = [[], [], [], []]
-    for _ in range(rows):
-        parents, depths, tokens, valid = [-1], [0], [rng.randrange(vocab)], [True]
-        for _ in range(nodes - 1):
-            parent = rng.randrange(len(tokens))
-            taken = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-            tokens.append(rng.choice([token for token in range(vocab) if token not in taken]))
-            valid.append(valid[parent] and rng.random() < 0.9)
-        order = sorted(range(nodes), key=lambda node: (depths[node], node))
-        place = {node: at for at, node in enumerate(order)} | {-1: -1}
-        table[0].append([tokens[node] for node in order])
-        table[1].append([place[parents[node]] for node in order])
-        table[2].append([depths[node] for node in order])
-        table[3].append([valid[node] for node in order])
-    tokens, parents, depths, valid = (torch.tensor(part) for part in table)
-    deepest = int(depths.max())
-    mask = without_padding(ancestor_mask(parents[:, 1:], deepest), valid)
-    return DraftTree(tokens, parents, depths, mask, valid, deepest, is_chain=False)
 
 
 def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], int]:
@@ -172,45 +142,11 @@ def test_chains_get_shorter_and_stay_chains():
     assert none_left.nodes == 1 and none_left.deepest == 0
 
 
-def simulate(verifier, params, tables: Tables, allowed: torch.Tensor, runs: int, keep_q: bool = False) -> torch.Tensor:
-    """As the simulation of `test_verifiers_distribution`, with a grammar: drafts are drawn as if there were none, then
-    cut. keep_q: leave the distribution of the drafts as it was, which is wrong. Returns the tokens [runs, WRITTEN]."""
-    distributions, every = seeded(runs, params), torch.arange(runs)
-    masks = GrammarMasks(requests_of([ByToken(allowed)] * runs), range(runs), VOCAB, CPU)
-    text = torch.full((runs, 2 + WRITTEN + STEPS), START)
-    length = torch.full((runs,), 2)
-    for round_number in range(WRITTEN):
-        counts = STEPS - (every + round_number) % (STEPS + 1)
-        roots = length[:, None]
-        before = [text[every, length - 2], text[every, length - 1]]
-        logits, drawn_from = [tables.target[before[-2], before[-1]]], []
-        for level in range(STEPS):
-            q = distributions.probs(tables.head[before[-2], before[-1]][:, None])
-            drawn_from.append(q)
-            u = distributions.round_uniform(roots, roots + level, Stream.DRAFT)
-            before.append(KEPT[draw_from(q[:, 0], u[:, 0])])
-            logits.append(tables.target[before[-2], before[-1]])
-        proposal = Proposal(torch.cat(drawn_from, dim=1), KEPT) if verifier.draws_drafts else None
-        whole = chain_tree(before[1], torch.stack(before[2:], dim=1), counts.tolist(), proposal)
-        tree = masks.cut(whole)
-        at_nodes = torch.stack(logits[: tree.nodes], dim=1)
-        masks.apply(at_nodes, tree, 0)
-        if keep_q and tree.proposal is not None:
-            tree = dataclasses.replace(tree, proposal=Proposal(whole.proposal.q[:, : tree.nodes - 1], KEPT))
-        tokens = verifier.choose(distributions, at_nodes, roots + torch.arange(tree.nodes), tree, every)
-        result = read_result(follow(tree, tokens))
-        accepted = torch.tensor(result.accepted)
-        for step in range(result.tokens.shape[1]):
-            place = (length + step).clamp(max=text.shape[1] - 1)
-            text[every, place] = torch.where(step <= accepted, result.tokens[:, step], text[every, place])
-        length = (length + accepted + 1).clamp(max=2 + WRITTEN)
-    return text[:, 2 : 2 + WRITTEN]
-
-
 def misfit_under(verifier, params, runs: int, keep_q: bool = False) -> tuple[float, float]:
     """G of what is written against the exact distribution under the grammar, and its quantile at 1 - 1e-6."""
     tables, allowed = Tables(), some_grammar(0)
-    written = simulate(verifier, params, tables, allowed, runs, keep_q)
+    masks = GrammarMasks(requests_of([ByToken(allowed)] * runs), range(runs), VOCAB, CPU)
+    written, _ = simulate(verifier, params, tables, runs, masks=masks, keep_q=keep_q)
     masked = Tables()
     masked.target = tables.target.masked_fill(~allowed, -torch.inf)
     return misfit(cells(written), masked.joint(params) * runs)

