@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_cuda.program import said_by
+from tests.program import said_by
 
 
 def test_the_device_refuses_waits_and_counts() -> None:
     """Operations on both devices, reads, uploads, launches, and graphs that run without the host: else the tests below
     would say nothing."""
-    found = said_by("device_checks")
+    found = said_by("pretend_cuda.device_checks")
     wrong = {name: text for name, text in found.items() if text is not None}
     assert len(found) == 5 and not wrong, "\n".join(wrong.values())
 
@@ -35,7 +35,7 @@ READS = {"adaptive": 2}  # a probe of what the head would have drafted reads its
 
 
 def check_rounds(cases: tuple[str, ...]) -> dict[str, Any]:
-    found = said_by("engine_cases", *cases)
+    found = said_by("pretend_cuda.engine_cases", *cases)
     assert set(found) == set(cases)
     for case, kinds in found.items():
         draft = case.split("/")[0]
@@ -83,7 +83,7 @@ BUDGETS = {
 
 def test_a_round_launches_no_more_than_its_budget() -> None:
     """A small operation in a loop over levels or layers costs a percent of a round, and nobody would notice it."""
-    found = said_by("launches", "json")
+    found = said_by("pretend_cuda.launches", "json")
     assert set(found) == set(BUDGETS)
     over = {
         (name, part): (count, budget)
@@ -104,7 +104,7 @@ LOSSES, WEIGHTS = {"fp32": 1e-5, "bf16": 1e-3}, {"fp32": 1e-5, "bf16": 1e-2}  # 
 
 
 def check_training(cases: tuple[str, ...]) -> None:
-    found = said_by("training_cases", *cases)
+    found = said_by("pretend_cuda.training_cases", *cases)
     assert len(found) == 2 * len(cases)
     for name, one in found.items():
         precision = name.split()[1]

@@ -69,7 +69,7 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
 
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("case", [(4, 4, 16), (6, 2, 32), (9, 3, 64), (5, 1, 80), (8, 2, 112)], ids=str)
+@pytest.mark.parametrize("case", [(4, 4, 16), (9, 3, 64), (5, 1, 80)], ids=str)
 def test_it_is_what_torch_computes(case, dtype, allowed):
     """Ragged rows and equal ones, chains, trees, nodes of an earlier pass, one node; keys and values lie where torch
     puts them. A mask, a head, a position or a stride that was mistaken would be off by far more."""
@@ -83,7 +83,7 @@ def test_it_is_what_torch_computes(case, dtype, allowed):
         assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 64), (31, 64), (32, 96), (61, 64), (61, 80), (90, 32)])
+@pytest.mark.parametrize(("length", "width"), [(1, 64), (32, 96), (61, 80), (90, 32)])
 def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads(length, width):
     """Bit for bit: a chain verified together is the chain decoded node by node, in one row and beside others."""
     torch.manual_seed(0)

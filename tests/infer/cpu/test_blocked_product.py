@@ -36,7 +36,7 @@ def taken(forgotten):
 
 
 @only_here
-@pytest.mark.parametrize("outputs, inputs, bias", [(1, 4, False), (31, 12, True), (97, 132, False), (97, 160, True)])
+@pytest.mark.parametrize("outputs, inputs, bias", [(1, 4, False), (31, 12, True), (97, 160, True)])
 def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
     """For every number of rows up to two tiles and some, for whole and broken blocks, for inputs that AMX divides
     among its tiles and others: within half a unit in the last place of the product in float64 (and what float32 sums
@@ -93,7 +93,7 @@ def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inpu
         assert torch.equal(product(x), together)
     finally:
         torch.set_num_threads(threads)
-    for first, last in ((0, 1), (7, 8), (5, 17), (12, 61), (1, 300)):
+    for first, last in ((0, 1), (5, 17), (12, 61), (1, 300)):
         part = x[first:last][None].transpose(0, 1).transpose(0, 1)
         assert torch.equal(product(part)[0], together[first:last])
 
@@ -138,7 +138,7 @@ def test_what_the_weights_do_not_take_is_refused(taken):
     assert torch.equal(from_blocks(to_blocks(weight), 64), weight)
 
 
-@pytest.mark.parametrize("why", ["no compiler", "broken", "old CPU", "no cache"])
+@pytest.mark.parametrize("why", ["no compiler", "broken", "old CPU"])
 def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeypatch, tmp_path, caplog, why):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
@@ -154,10 +154,6 @@ def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeyp
         broken.write_text("int main( {")
         monkeypatch.setattr(blocked_product, "SOURCE", broken)
         said = "broken.cpp cannot be compiled" if compile_cpp.compiler() else "no C++ compiler"
-    if why == "no cache":
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
-        said = "cannot be compiled or loaded" if compile_cpp.compiler() else "no C++ compiler"
     linear = nn.Linear(8, 8).bfloat16()
     model = nn.Sequential(linear)
     pack_linears(model)
@@ -198,8 +194,10 @@ def attention(kind: type[nn.Module], bias: bool, sizes: dict[str, int] = SIZES) 
 
 @only_here
 @pytest.mark.parametrize("kind, bias", [(PackedLinear, False), (Int8Linear, True)])
-def test_joined_layers_return_what_each_returns_alone(kind, bias):
-    """Same input, another input for one layer, and the same tensor after a write to it: bitwise as without joining."""
+def test_joined_layers_return_what_each_returns_alone(monkeypatch, kind, bias):
+    """Same input, another input for one layer, and the same tensor after a write to it: bitwise as without joining. Of
+    the same input there is one product, of which nothing stays in memory after the last layer."""
+    calls, product = [], blocked_product.blocked_product
     apart, together = attention(kind, bias), attention(kind, bias)
     join_products(together)
     pairs = [(apart.get_submodule(name), together.get_submodule(name)) for name in SIZES]
@@ -211,20 +209,10 @@ def test_joined_layers_return_what_each_returns_alone(kind, bias):
                 for (one, two), given in zip(pairs, inputs, strict=True):
                     assert torch.equal(one(given), two(given))
             x.mul_(-2)
-
-
-@only_here
-def test_the_product_is_computed_once_and_not_kept(monkeypatch):
-    """Counts the products; after the last layer nothing of them stays in memory."""
-    calls = []
-    product = blocked_product.blocked_product
-    monkeypatch.setattr(blocked_product, "blocked_product", lambda *args: calls.append(args[-1]) or product(*args))
-    block = attention(PackedLinear, bias=False)
-    join_products(block)
-    x = torch.randn(1, 16).bfloat16()
-    for name in SIZES:
-        block.get_submodule(name)(x)
-    assert calls == [128] and block.q_proj.joined._known is None
+        monkeypatch.setattr(blocked_product, "blocked_product", lambda *args: calls.append(args[-1]) or product(*args))
+        for _, layer in pairs:
+            layer(x)
+    assert calls == [128] and together.q_proj.joined._known is None
 
 
 @only_here

@@ -1,6 +1,6 @@
 """The engine with every Triton kernel in place, on a CPU. A program, since Triton's interpreter is switched on before:
 
-    TRITON_INTERPRET=1 python engine_on_kernels.py
+    TRITON_INTERPRET=1 python -m tests.infer.kernels.engine_on_kernels
 
 Prints one JSON object: the answers of the reference ops, those of the kernels, how often each kernel ran, the most
 drafts that a step accepted, and the answers of three schedules with `deterministic`.
@@ -15,7 +15,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from row_products import row_products
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -28,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.infer.kernels.row_products import row_products
 from toolkit.infer.kernels import dispatch as choose
 
 VOCABULARY = 20

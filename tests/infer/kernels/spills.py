@@ -1,7 +1,7 @@
 """Registers that the kernels spill, and shared memory that they take, at the shapes of real models; needs no GPU.
 
-    python spills.py 90           typical models and sizes of trees, for sm_90
-    python spills.py 90 dots      of these the kernels of attention, whose tiles grow with heads
+    python -m tests.infer.kernels.spills 90           typical models and sizes of trees, for sm_90
+    python -m tests.infer.kernels.spills 90 dots      of these the kernels of attention, whose tiles grow with heads
 
 Prints one JSON object a line for each variant of a kernel: what it was launched for, its tile, and what ptxas says.
 """
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from compiled import Launch, catch_launches, compile_variant, variant
 
+from tests.infer.kernels.compiled import Launch, catch_launches, compile_variant, variant
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 
 launches: list[Launch] = []
@@ -42,6 +42,7 @@ def noted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
 KERNELS = {name: op for name, op in vars(triton_ops()).items() if callable(op)}
 OPS = replace(triton_ops(), **{name: noted(name, op) for name, op in KERNELS.items()})
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+DTYPES = {"bf16": BF16, "fp32": FP32}
 # Key heads, query heads of each, head dim.
 MODELS = {"SmolLM2-135M": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128), "Gemma-2-9B": (8, 2, 256)}
 # Of a tree and new tokens of a prompt: a full tile of each head dim, and the small tiles of one.
@@ -60,40 +61,25 @@ def pages_of(kv: int, width: int, dtype: torch.dtype, rows: int, span: int) -> P
     return Pages(store, store, there(rows, span // 16), 16, span)
 
 
-def tree(heads: tuple[int, int, int], dtype: torch.dtype, nodes: int, rows: int = 2, span: int = 4096) -> None:
-    kv, groups, width = heads
-    q = there(rows, nodes, kv * groups, width, dtype=dtype).transpose(1, 2)
-    mask, depths = there(rows, nodes, nodes, dtype=torch.bool), there(rows, nodes)
-    OPS.attend_tree(q, pages_of(kv, width, dtype, rows, span), there(rows), mask, depths, Scoring(0.1))
-
-
-def causal(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
-    kv, groups, width = heads
-    q = there(2, new, kv * groups, width, dtype=dtype).transpose(1, 2)
-    OPS.attend_causal(q, pages_of(kv, width, dtype, 2, 4096), there(2), Scoring(0.1))
-
-
-def in_order(heads: tuple[int, int, int], dtype: torch.dtype, nodes: int) -> None:
-    """nodes 1: a prompt's queries share a path."""
-    kv, groups, width = heads
-    q = there(2, 32, kv * groups, width, dtype=dtype).transpose(1, 2)
-    path, scoring = there(2, nodes, 33), Scoring(0.1, 128, 50.0, there(kv * groups, dtype=dtype))
-    for one in (Scoring(0.1), scoring):
-        OPS.attend_paths(q, pages_of(kv, width, dtype, 2, 4096), there(2), path, there(2, 32), one)
+def attention(op: str, heads: tuple[int, int, int], dtype: torch.dtype, new: int, *more: Any, **sizes: int) -> None:
+    """Of `new` nodes of a tree or positions of a prompt: plain, and if asked for in a layer with a window, soft caps
+    and sinks, which no model has all."""
+    (kv, groups, width), rows, span = heads, sizes.get("rows", 2), sizes.get("span", 4096)
+    q, pages = there(rows, new, kv * groups, width, dtype=dtype).transpose(1, 2), pages_of(kv, width, dtype, rows, span)
+    masks = {
+        "attend_causal": (),
+        "attend_tree": (there(rows, new, new, dtype=torch.bool), there(rows, new)),
+        "attend_paths": (there(rows, *more, 33), there(rows, new)),  # one path: a prompt's queries share it
+    }
+    if not sizes.get("windowed"):
+        getattr(OPS, op)(q, pages, there(rows), *masks[op], Scoring(0.1))
+    if sizes.get("windowed") or op == "attend_paths":
+        scoring = Scoring(0.1, 128, 50.0, there(kv * groups, dtype=dtype))
+        getattr(OPS, op)(q, pages, there(rows), *masks[op], scoring)
 
 
 def product(width: int, size: int, dtype: torch.dtype) -> None:
     OPS.product(there(32, width, dtype=dtype), there(size, width, dtype=dtype), there(size, dtype=dtype))
-
-
-def windows(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """A layer with a window, soft caps and sinks, which no model has all."""
-    kv, groups, width = heads
-    q = there(2, 32, kv * groups, width, dtype=dtype).transpose(1, 2)
-    scoring = Scoring(0.1, 128, 50.0, there(kv * groups, dtype=dtype))
-    pages = pages_of(kv, width, dtype, 2, 4096)
-    OPS.attend_tree(q, pages, there(2), there(2, 32, 32, dtype=torch.bool), there(2, 32), scoring)
-    OPS.attend_causal(q, pages, there(2), scoring)
 
 
 def training(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -149,39 +135,40 @@ def attention_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, dtype and launches."""
     for model, heads in MODELS.items():
         trees_of, prompts = SIZES[model]
-        for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        for name, dtype in DTYPES.items():
             for nodes in trees_of:
-                yield f"{model}, {nodes} nodes", name, partial(tree, heads, dtype, nodes)
+                yield f"{model}, {nodes} nodes", name, partial(attention, "attend_tree", heads, dtype, nodes)
             for new in prompts:
-                yield f"{model}, {new} new", name, partial(causal, heads, dtype, new)
-            for nodes in (1, 32):
-                yield f"{model}, {nodes} paths", name, partial(in_order, heads, dtype, nodes)
+                yield f"{model}, {new} new", name, partial(attention, "attend_causal", heads, dtype, new)
+            for paths in (1, 32):
+                yield f"{model}, {paths} paths", name, partial(attention, "attend_paths", heads, dtype, 32, paths)
             if heads[2] > 64:
                 yield f"{model}, training", name, partial(training, heads, dtype)
             if model == "Llama-3.1-8B":
-                yield f"{model}, window and soft cap", name, partial(windows, heads, dtype)
-                yield f"{model}, one row of 131072", name, partial(tree, heads, dtype, 1, 1, 131072)
-                yield f"{model}, 16384 rows", name, partial(tree, heads, dtype, 1, 16384)
+                for op in ("attend_tree", "attend_causal"):
+                    windowed = partial(attention, op, heads, dtype, 32, windowed=True)
+                    yield f"{model}, window and soft cap of {op}", name, windowed
+                for sizes in ({"rows": 1, "span": 131072}, {"rows": 16384}):
+                    yield f"{model}, {sizes}", name, partial(attention, "attend_tree", heads, dtype, 1, **sizes)
 
 
 def other_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
-        for size in (4096, 14336, 128256):
+    vocabulary = 128256
+    for name, dtype in DTYPES.items():
+        for size in (4096, 14336, vocabulary):
             yield f"product of 4096 by {size}", name, partial(product, 4096, size, dtype)
         yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
         yield "a fused layer of Llama-3.1-8B", name, partial(fused_layer, 4, dtype)
-    for k, steps, nodes in ((8, 7, 32), (10, 7, 64)):
-        yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
-    yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
-    vocabulary = 128256
-    cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
-    yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
-    yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
-    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
         logits = there(4, vocabulary, dtype=dtype)
         yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
         yield f"best 10 of {vocabulary}", name, partial(OPS.top_log_probs, logits, 10)
         yield f"loss over {vocabulary}", name, partial(losses, vocabulary, dtype)
+    for k, steps, nodes in ((8, 7, 32), (10, 7, 64)):
+        yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
+    yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
+    cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
+    yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
+    yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
 
 
 def found(capability: int, dots: bool) -> Iterator[dict[str, Any]]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
+from tests.program import lines_of, said_by
 from toolkit.infer.kernels import dispatch
 from toolkit.infer.kernels.dispatch import REFERENCE, ops_for
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 KERNELS = {
     "write_kv", "compact", "attend_causal", "attend_tree", "attend_paths", "product", "follow_choices", "rotate",
     "gated", "rms_norm", "rotate_joined", "linear", "gated_linear", "scaled_product", "least_kept", "draw", "uniform",
@@ -40,32 +34,6 @@ SPILLED = {
 SHARED = {80: 101376, 90: 232448}
 
 
-def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
-    """The JSON object that a program beside this file prints."""
-    [found] = lines_of(program, *given, interpreted=interpreted)
-    return found
-
-
-def lines_of(program: str, *given: str, interpreted: bool) -> list[dict[str, Any]]:
-    """What a program beside this file prints; a process of its own, since the interpreter is chosen at import."""
-    pytest.importorskip("triton")
-    if interpreted and not interpreter_works():
-        pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1" if interpreted else "0"}
-    line = [sys.executable, str(Path(__file__).with_name(program)), *given]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def interpreter_works() -> bool:
-    """Triton up to 3.6 turns one-element arrays into numbers in a way that numpy 2.4 took away."""
-    triton = pytest.importorskip("triton")
-    old, new = (tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy))
-    return old > (3, 6) or new < (2, 4)
-
-
 def check(found: dict[str, Any], groups: set[str]) -> None:
     """These groups ran, and nothing was wrong."""
     wrong = [one["wrong"] for one in found.values() if one["wrong"] is not None]
@@ -76,7 +44,7 @@ def check(found: dict[str, Any], groups: set[str]) -> None:
 @pytest.mark.slow
 def test_kernels_equal_their_references_under_the_interpreter() -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
-    check(said_by("kernel_cases.py", "compare", "cpu", interpreted=True), ALL)
+    check(said_by("infer.kernels.kernel_cases", "compare", "cpu", interpreted=True), ALL)
 
 
 def test_the_best_of_rows_that_are_no_numbers() -> None:
@@ -96,7 +64,7 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
 
     Windows, soft caps, grouped heads, chunks of prompts, kept pages, a chain and trees, two ragged rows.
     """
-    found = said_by("engine_on_kernels.py", interpreted=True)
+    found = said_by("infer.kernels.engine_on_kernels", interpreted=True)
     assert found["got"] == found["wanted"]
     assert len({token for answer in found["wanted"] for token in answer}) > 5, "the answers hardly vary"
     assert found["accepted"] > 1, "nothing was accepted, so nothing was walked or moved"
@@ -110,7 +78,7 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability: int) -> None:
     """The interpreter takes what the compiler refuses, and knows no limit of shared memory; compiling needs no GPU."""
-    found = said_by("kernel_cases.py", "compile", str(capability), interpreted=False)
+    found = said_by("infer.kernels.kernel_cases", "compile", str(capability))
     groups = ALL - NOT_COMPILED
     if capability < 89:  # no float8 there, and none is chosen (float8_linear.takes)
         groups -= {"scaled_product"}
@@ -123,7 +91,7 @@ def test_kernels_compile_for_gpus(capability: int) -> None:
 def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
     """A kernel that keeps too much in registers works, many times slower; one with too large tiles is not launched."""
     # The rest of the kernels is the same on all GPUs, and far from any limit.
-    found = lines_of("spills.py", str(capability), *([] if capability == max(SHARED) else ["dots"]), interpreted=False)
+    found = lines_of("infer.kernels.spills", str(capability), *([] if capability == max(SHARED) else ["dots"]))
     assert len(found) > 30
     for one in found:
         assert one["spilled"] <= SPILLED.get(one["kernel"], {}).get(one["dtype"], 0), one
@@ -134,7 +102,7 @@ def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_equal_their_references_on_a_gpu() -> None:
     """The interpreter knows nothing of what the compiler does."""
-    check(said_by("kernel_cases.py", "compare", "cuda", interpreted=False), ALL)
+    check(said_by("infer.kernels.kernel_cases", "compare", "cuda"), ALL)
 
 
 def test_the_choice_is_made_by_device() -> None:

@@ -1,26 +1,24 @@
 """The product of few rows equals `F.linear` and what follows it, gives a row the same bits beside any other rows, and
 compiles without spills.
 
-Run as a program, `python test_skinny_product.py cpu|cuda|compile`, it prints {case: what is wrong}: Triton's
-interpreter is chosen at import.
+Run as a program, `python -m tests.infer.kernels.test_skinny_product cpu|cuda|compile`, it prints {case: what is wrong}:
+Triton's interpreter is chosen at import.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-pytest.importorskip("triton")
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.program import said_by
+
+PROGRAM = "infer.kernels.test_skinny_product"
 SHARED = 232448  # bytes of shared memory that a program can have
 
 
@@ -106,7 +104,7 @@ def wrong(case: Case, device: str) -> str:
 
 
 def compiled() -> dict[str, str]:
-    from compiled import Launch, catch_launches, compile_variant, variant
+    from tests.infer.kernels.compiled import Launch, catch_launches, compile_variant, variant
 
     launches: list[Launch] = []
     catch_launches(launches)
@@ -121,28 +119,19 @@ def compiled() -> dict[str, str]:
     return found
 
 
-def said(what: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1" if what == "cpu" else "0"}
-    done = subprocess.run([sys.executable, __file__, what], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_equals_linear_and_a_row_does_not_depend_on_others() -> None:
-    assert not {case: found for case, found in said("cpu").items() if found}
+    assert not {case: found for case, found in said_by(PROGRAM, "cpu", interpreted=True).items() if found}
 
 
 @pytest.mark.compile
 def test_compiles_for_a_hopper_without_spills() -> None:
-    assert not {case: found for case, found in said("compile").items() if found}
+    assert not {case: found for case, found in said_by(PROGRAM, "compile").items() if found}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_equals_linear_on_a_gpu() -> None:
-    assert not {case: found for case, found in said("cuda").items() if found}
+    assert not {case: found for case, found in said_by(PROGRAM, "cuda").items() if found}
 
 
 if __name__ == "__main__":
