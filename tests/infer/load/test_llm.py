@@ -73,17 +73,6 @@ def test_a_stop_string_cuts_text_tokens_and_counts(llm):
     assert 1 + sum(event.committed for event in cut.events) == len(cut.token_ids)
 
 
-def test_a_stop_id_is_a_token_but_no_text(llm):
-    """The id that ended the answer is told, and is not written out."""
-    (whole,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-    last = whole.token_ids[-1]
-    (cut,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True, stop_ids=[last]))
-    count = whole.token_ids.index(last) + 1
-    assert cut.token_ids == whole.token_ids[:count] and (cut.finish_reason, cut.stop_reason) == ("stop", last)
-    (before,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=max(1, count - 1), ignore_eos=True))
-    assert count == 1 or cut.text == before.text
-
-
 def test_details_come_only_where_there_are_any(llm):
     """accept_length of plain decoding is no number, and logprobs cost a log-softmax a step."""
     drafted, plain = (llm.generate(TEXTS[0], speculative=speculative)[0] for speculative in (True, False))
@@ -91,11 +80,6 @@ def test_details_come_only_where_there_are_any(llm):
     assert drafted.accept_length >= 1 and drafted.acceptance.verify_steps > 0
     assert math.isnan(plain.accept_length) and not any(plain.from_draft)
     assert drafted.logprobs is None
-
-
-def test_an_option_that_does_not_exist():
-    with pytest.raises(ConfigError, match="is not an option of the engine; did you mean `max_running_requests`"):
-        LLM("x", device="cpu", max_runing_requests=3)
 
 
 @pytest.mark.gpu
@@ -192,7 +176,3 @@ def test_the_examples_run(tiny_draft_directory, tmp_path, monkeypatch, code):
     exec(compile(code, "example", "exec"), {})
 
 
-def test_an_absent_name_is_an_attribute_error():
-    """Names are looked up late; a typing error must still be one."""
-    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
-        _ = toolkit.LLMs

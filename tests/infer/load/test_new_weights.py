@@ -210,20 +210,6 @@ def test_requests_that_run_are_not_mixed_up(folders):
         llm.update_weights(folders.new)
 
 
-def test_statistics_of_acceptance_are_dropped(folders):
-    """With the old rates an adaptive engine would go on, or stay away, because of a head that is no more."""
-    with LLM(folders.old, folders.head, shape="3,1,4", adaptive=True) as llm:
-        written(llm)
-        chooser, request = llm.engine.drafter.chooser, llm.engine.add_request([5], SamplingParams())
-        learned = chooser._acceptance.by_request([request], chooser.shapes)
-        llm.engine.abort(request)
-        llm.update_weights(folders.new)
-        again = chooser._acceptance.by_request([request], chooser.shapes)
-        assert again != learned and again[0][0] > 1.6, "the first guess"
-        assert chooser._costs._seen, "times of rounds still hold"
-        assert written(llm)[0] == written(llm)[0]
-
-
 @pytest.mark.parametrize("case", ["mtp-with-a-map"])
 def test_an_update_keeps_every_address(folders, case, monkeypatch):
     """A CUDA graph reads its tensors by their addresses. As on a GPU, nothing is packed."""

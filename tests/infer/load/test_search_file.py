@@ -203,29 +203,6 @@ def test_a_search_elsewhere_is_not_used_and_the_log_says_why(searched, caplog, m
     assert f"{draft}/search.json is not used, since it was made with" in caplog.text and says in caplog.text
 
 
-def test_a_search_with_a_token_map_holds_with_that_map(
-    tiny_target, tiny_target_directory, tmp_path, caplog, monkeypatch
-):
-    """The map decides what is drafted. The same ids in a file of another name are the same map."""
-    config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    draft = save_draft(tmp_path / "mtp", MtpHead(config).state_dict(), config, None, meta)
-    for name, ids in (("a.pt", range(60)), ("b.pt", range(60)), ("c.pt", range(90))):
-        torch.save(list(ids), tmp_path / name)
-    mapped = EngineConfig(draft=draft, token_map=tmp_path / "a.pt")
-    opened = load_engine(mapped)
-    opened.engine.close()
-    entries = {size: one | {"times": CHEAP} for size, one in BEST.items()}
-    found = {"found": {"greedy": entries}, "holds_for": conditions(opened.draft, mapped, opened.target)}
-    log_of(caplog, monkeypatch)
-    for name, holds in (("a.pt", True), ("b.pt", True), ("c.pt", False), (None, False)):
-        config = EngineConfig(draft=draft, token_map=None if name is None else tmp_path / name)
-        other = fit_draft(load_draft(draft), opened.target, config.token_map)
-        other.meta["search"] = found
-        assert (search_of(other, config, opened.target) is not None) == holds, name
-    assert "is not used, since it was made with token_map" in caplog.text
-
-
 def test_other_weights_lose_their_search(searched, tiny_draft, tmp_path):
     """Writing the same head again keeps search.json; another one removes it, and one that was copied over it does not
     make it hold."""

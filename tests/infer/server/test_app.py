@@ -119,35 +119,6 @@ def test_stop_string_is_cut_exactly(scene, run, stream):
     assert answer[2].completion_tokens == needed
 
 
-def test_concurrent_clients(scene):
-    """More clients than rows in the batch: all end, all with the whole text."""
-
-    async def ask_all():
-        async with openai.AsyncOpenAI(base_url=f"{scene.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-            calls = [client.chat.completions.create(model=NAME, messages=USER, stream=bool(n % 2)) for n in range(10)]
-            texts = []
-            for n, answer in enumerate(await asyncio.gather(*calls)):
-                if n % 2:
-                    texts.append("".join([c.choices[0].delta.content or "" async for c in answer if c.choices]))
-                else:
-                    texts.append(answer.choices[0].message.content)
-            return texts
-
-    assert asyncio.run(ask_all()) == [scene.text] * 10
-
-
-def test_parts_roles_and_the_template(scene):
-    """Text parts are joined, `developer` becomes the template's system role."""
-    seen = []
-    scene.engine.script = (lambda old: lambda ids: (seen.append(scene.tokenizer.decode(ids)), old(ids))[1])(
-        scene.engine.script
-    )
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-    scene.ask(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
-    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
-    assert seen[0] == expected
-
-
 def test_models_and_health(scene):
     """Clients look the model up before they use it."""
     assert [model.id for model in scene.client().models.list()] == [NAME]

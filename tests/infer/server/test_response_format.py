@@ -158,19 +158,6 @@ def test_a_grammar_that_fails_is_an_error_of_its_request(client, monkeypatch):
     assert ask(client, max_tokens=3).usage.completion_tokens > 0
 
 
-def test_compiling_keeps_no_request_waiting(url, monkeypatch):
-    """A schema may take long to compile: the engine's thread finds it compiled."""
-
-    threads = []
-    real = grammar.Grammars._compile
-    monkeypatch.setattr(
-        grammar.Grammars, "_compile", lambda *one: (threads.append(threading.current_thread().name), real(*one))[1]
-    )
-    body = {"model": "tiny", "messages": USER, "regex": "fox{7}", "max_tokens": 20}
-    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
-    assert len(threads) == 1 and threads[0] != "toolkit-engine"
-
-
 # -- forced calls ------------------------------------------------------------------------------------------------------
 
 
@@ -218,28 +205,6 @@ def test_a_named_function(client, fields):
     )
     assert response.status == "incomplete" or [item.name for item in response.output] == [name]
     assert all(item.type == "function_call" for item in response.output)
-
-
-def test_a_schema_is_not_reasoning(client, fields):
-    """An answer with a grammar of its own is content, also where the family's answers begin with reasoning."""
-    extra = {"regex": "[0-9]{3}"}
-    plain = {name: value for name, value in fields.items() if name != "tools"}
-    message = client.chat.completions.create(**plain, extra_body=extra).choices[0].message
-    assert len(message.content) == 3 and message.content.isdigit()
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
-    ],
-)
-def test_what_does_not_go_together(url, fields, more, param):
-    """Two grammars for one answer, and a schema that cannot be enforced, are refused by name."""
-    body = {**fields, "tool_choice": "required", **more}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 # -- what goes with a form, and where the answer begins ----------------------------------------------------------------
