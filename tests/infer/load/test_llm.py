@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import toolkit
 from toolkit import LLM, SamplingParams
 from toolkit.bench.near_tie import find_divergence, plain_logits
-from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.load.llm import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError
@@ -174,5 +172,3 @@ def test_the_examples_run(tiny_draft_directory, tmp_path, monkeypatch, code):
     (tmp_path / "runs" / "smollm2-135m" / "ckpt").symlink_to(tiny_draft_directory)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "example", "exec"), {})
-
-

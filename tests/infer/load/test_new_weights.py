@@ -6,7 +6,6 @@ in whatever format, would change tokens or drafts.
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import weakref
@@ -117,7 +116,6 @@ CASES = {
     "eagle3": {"draft": "head"},
     "mtp-with-a-map": {"draft": "mtp", "token_map": "map"},
     "blocks": {"draft": "mtp", "token_map": "map", "dtype": "bfloat16"},
-    "blocks-draft-not-rounded": {"draft": "mtp", "dtype": "bfloat16", "draft_quantization": "none"},
     "int8-blocks": {"draft": "head", "quantization": "int8", "dtype": "bfloat16"},
 }
 
@@ -289,15 +287,14 @@ def test_a_draft_that_does_not_fit_changes_nothing(folders, tmp_path):
         llm.refresh_draft({})
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch, failures):
+def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch):
     """Short memory is no ValueError. What was built of the next engine, its cache and its hooks on the target, must be
-    gone when the old one is built again; if that fails too, the LLM says that it is closed, and closes quietly."""
+    gone when the old one is built again."""
     own, caches = engine_module.RoundState, []
 
     def short_of_memory(rows, pool, device):  # after the cache and the drafter, whose hooks are on the target
         assert not any(cache() for cache in caches), "a part of the next engine is held"
-        if len(caches) < failures:
+        if not caches:
             caches.append(weakref.ref(pool))
             raise torch.OutOfMemoryError("no room for a round")
         return own(rows, pool, device)
@@ -308,15 +305,6 @@ def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatc
     with LLM(folders.old, folders.head, shape="3,1,4", prefix_cache=False) as llm:
         before, hooked = written(llm), hooks(llm.target)
         monkeypatch.setattr(engine_module, "RoundState", short_of_memory)
-        if failures == 1:
-            with pytest.raises(torch.OutOfMemoryError, match="no room for a round"):
-                llm.refresh_draft(folders.mtp)
-            assert len(caches) == 1 and written(llm) == before and hooks(llm.target) == hooked > 0
-        else:
-            with pytest.raises(EngineError, match="was not replaced .no room.* this LLM is closed; free memory"):
-                llm.refresh_draft(folders.mtp)
-            gc.collect()
-            assert not hooks(llm.target)
-            for call in (lambda: llm.generate([[1]]), lambda: llm.refresh_draft(folders.head)):
-                with pytest.raises(EngineError, match="this LLM is closed; make another one"):
-                    call()
+        with pytest.raises(torch.OutOfMemoryError, match="no room for a round"):
+            llm.refresh_draft(folders.mtp)
+        assert len(caches) == 1 and written(llm) == before and hooks(llm.target) == hooked > 0

@@ -6,16 +6,13 @@ import logging
 import shutil
 
 import pytest
-import torch
 
 from toolkit import LLM
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
-from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, SearchedShape
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.load.load_engine import by_rows, load_engine
-from toolkit.infer.load.search_file import Found, conditions, merged, search_of
+from toolkit.infer.load.search_file import Found, conditions, merged
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json

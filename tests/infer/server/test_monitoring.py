@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -20,9 +18,8 @@ from toolkit.infer.engine.engine import EngineLoad
 from toolkit.infer.load.answer import Answer
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, VerifyEvent
-from toolkit.infer.server.app import PAGE
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.metrics import PREFIX, SERIES, Rates, ServerMetrics, line_of
+from toolkit.infer.server.metrics import PREFIX, Rates, ServerMetrics, line_of
 from toolkit.infer.server.request_params import DefaultSampling
 
 FIELDS = {"model": "tiny", "messages": [{"role": "user", "content": "count apples"}], "temperature": 0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import threading
 from enum import StrEnum
 from typing import Literal
 

@@ -144,5 +144,3 @@ def test_a_stream_whose_engine_fails(scene):
     *_, last = respond(scene, stream=True)
     assert last.type == "error" and "out of pages" in last.message and last.sequence_number > 0
     assert respond(scene).status == "completed"
-
-

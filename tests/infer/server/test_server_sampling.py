@@ -14,7 +14,6 @@ import torch
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.protocol import CompletionRequest
 from toolkit.infer.server.replies import LogprobForm
