@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.infer.server.test_app import NAME, USER, Scripted
-from toolkit.commands.server_arguments import HOSTS, add_server_arguments, server_settings
+from toolkit.commands.serve import HOSTS, add_server_arguments, server_settings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
