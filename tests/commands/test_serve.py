@@ -27,17 +27,9 @@ def rewrite(change):
     return damage
 
 
-def cut_short(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
 DAMAGES = {
-    "missing tensor": (rewrite(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
     "wrong shape": (rewrite(lambda tensors: tensors.update({"fc.weight": torch.zeros(3, 3)})), "fc.weight"),
-    "truncated file": (cut_short, "model.safetensors"),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "model.safetensors"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json"),
     "not JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
     "no directory": (shutil.rmtree, "no draft directory"),
 }

@@ -152,13 +152,11 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
     assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
 
 
-@pytest.mark.parametrize("damage", ["cut"])
-def test_a_broken_target(tiny_target_directory, tmp_path, capsys, damage):
+def test_a_broken_target(tiny_target_directory, tmp_path, capsys):
     """Status 2 and a message that names the file, without a traceback."""
     directory = shutil.copytree(tiny_target_directory, tmp_path / "target")
     weights = directory / "model.safetensors"
-    content = weights.read_bytes()
-    weights.unlink() if damage == "missing" else weights.write_bytes(content[:-1000] if damage == "cut" else b"")
+    weights.write_bytes(weights.read_bytes()[:-1000])
     assert main(["serve", "--target", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error

@@ -161,7 +161,6 @@ def test_searches_of_other_kinds_and_batch_sizes_are_kept(searched, caplog, monk
     elsewhere = earlier | {"holds_for": earlier["holds_for"] | {"torch_threads": 9}}
     assert merged(elsewhere, earlier) == earlier
     assert "earlier searches in search.json are replaced: they were made with torch_threads 9, here 1" in caplog.text
-    assert merged({"best": {}}, earlier) == earlier and "an earlier version of `toolkit search`" in caplog.text
 
 
 @pytest.mark.parametrize(("times", "offered"), [(None, [0, 0]), (CHEAP, None), (DEAR, [0, 0])])
@@ -183,16 +182,14 @@ def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, o
     [
         ({"dtype": "bfloat16", "torch_compile": True}, "dtype bfloat16, here float32; torch_compile True, here False"),
         ({"weights": "0" * 64}, "weights 000000000000"),
-        (None, "an earlier version of `toolkit search`"),
     ],
 )
 def test_a_search_elsewhere_is_not_used_and_the_log_says_why(searched, caplog, monkeypatch, changed, says):
-    """Shapes and times of another machine, head or engine would be wrong without a trace. None: an older file."""
+    """Shapes and times of another machine, head or engine would be wrong without a trace."""
     draft = searched()
     found = read_json(draft / "search.json")
-    older = {"best": BEST, "times": [CHEAP], "holds_for": found["holds_for"]}
-    found["holds_for"] |= changed or {}
-    write_json(draft / "search.json", older if changed is None else found)
+    found["holds_for"] |= changed
+    write_json(draft / "search.json", found)
     log_of(caplog, monkeypatch)
     opened = load_engine(EngineConfig(draft=draft))
     opened.engine.close()

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,30 +74,6 @@ def background():
         yield pool.submit
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """held(scene): lets the tokenizer wait at long texts. Returns (waiting, go on), two events."""
-    opened = []
-
-    def hold(scene):
-        waiting, allow = threading.Event(), threading.Event()
-        opened.append(allow)
-        tokenise = type(scene.tokenizer).__call__
-
-        def slow(self, text, **named):
-            if len(text) > 50_000:
-                waiting.set()
-                allow.wait(10)
-            return tokenise(self, text, **named)
-
-        monkeypatch.setattr(type(scene.tokenizer), "__call__", slow)
-        return waiting, allow
-
-    yield hold
-    for allow in opened:
-        allow.set()
-
-
 def error_of(response, status):
     error = response.json()["error"]
     assert response.status_code == status and set(error) == {"message", "type", "param", "code"}, response.text
@@ -142,19 +117,6 @@ def test_the_answers_of_a_request_take_their_places_together(serve, background):
     assert len(first.result(20).json()["choices"]) == 4
     error = error_of(serve(max_n=2).post({**BODY, "n": 3}), 400)
     assert error["param"] == "n" and "at most 2" in error["message"]
-
-
-def test_places_are_kept_while_a_prompt_is_tokenised(serve, background, held):
-    """Requests beyond the queue are sent away before their prompts are read; a refused prompt gives its place back."""
-    scene = serve(rows=1, max_queued_requests=0)
-    waiting, allow = held(scene)
-    long = {"model": NAME, "prompt": "a" * 60_000}
-    first = background(scene.post, long, "/v1/completions")
-    assert waiting.wait(10)
-    assert scene.post(BODY).status_code == 429
-    allow.set()
-    assert first.result(20).json()["error"]["code"] == "context_length_exceeded"
-    assert scene.post(BODY).status_code == 200
 
 
 def test_a_deadline_holds_for_every_prompt_of_a_list(serve):

@@ -118,13 +118,6 @@ def test_stop_string_is_cut_exactly(scene, run, stream):
     assert answer[2].completion_tokens == needed
 
 
-def test_models_and_health(scene):
-    """Clients look the model up before they use it."""
-    assert [model.id for model in scene.client().models.list()] == [NAME]
-    assert scene.client().models.retrieve(NAME).id == NAME
-    assert httpx.get(f"{scene.url}/health").status_code == 200
-
-
 def test_completions_endpoint(scene):
     """Text and token-id prompts, whole and streamed."""
     client = scene.client()
@@ -161,29 +154,15 @@ def test_wrong_model(scene):
     assert httpx.post(f"{scene.url}/v1/chat/completions", content=body, headers=headers).status_code == 404
 
 
-def test_prompt_too_long(scene):
-    """Both numbers are named, for the prompt alone and for prompt plus max_tokens."""
-    for fields in ({"messages": [{"role": "user", "content": "apples " * 600}]}, {"max_tokens": 500}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            scene.ask(**fields)
-        assert caught.value.code == "context_length_exceeded"
-        assert "512" in caught.value.body["message"]
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
-        ({"n": True}, "n"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
-        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
         ({"temprature": 0.5}, "temprature"),
-        ({"lora_path": "mine"}, "lora_path"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
     ],

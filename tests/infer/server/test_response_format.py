@@ -103,16 +103,6 @@ def test_parse_returns_the_model(client, bias, temperature):
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
 
 
-def test_a_raw_schema_streamed_and_whole(client):
-    """One grammar for both forms, and for each of several answers."""
-    asked = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA, "strict": True}}
-    whole = ask(client, response_format=asked, temperature=0, n=2)
-    chunks = ask(client, response_format=asked, temperature=0, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert [choice.message.content for choice in whole.choices] == [text, text]
-    assert 0 <= json.loads(text)["n"] <= 99
-
-
 def test_sglangs_fields(client, url):
     """`regex` and `json_schema` (a text or an object) on both endpoints."""
     pattern = r"(fox|dog){1,3} [0-9]{2}"

@@ -213,7 +213,6 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
             "tools[0].function.parameters.type",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ],
 )
