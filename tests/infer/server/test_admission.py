@@ -8,13 +8,13 @@ import dataclasses
 import json
 import logging
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from tests.infer.running_server import until
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.commands.serve import HOSTS, add_server_arguments, server_settings
 from toolkit.infer.engine.engine import Engine
@@ -83,13 +83,6 @@ def error_of(response, status):
 def idle(engine):
     until(lambda: not engine.has_work())
     return True
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_slow_reader(serve):

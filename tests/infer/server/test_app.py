@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 
 import httpx
 import openai
 import pytest
 
+from tests.infer.running_server import until
 from toolkit import __version__
 from toolkit.infer.server.app import AddressError, listen
 from toolkit.infer.server.completions import Served
@@ -219,13 +219,6 @@ def test_other_errors_have_the_same_shape(scene):
         assert response.status_code == 400 and "Content-Type: application/json" in response.json()["error"]["message"]
 
 
-def aborted_within(engine, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not engine.aborted and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(engine.aborted)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(scene, stream):
     """A client that goes away must free its row long before its answer would have ended (400 tokens, 4 s)."""
@@ -236,7 +229,8 @@ def test_disconnect_aborts(scene, stream):
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 for _ in response.iter_bytes():
                     break
-    assert aborted_within(scene.engine) == 1
+    until(lambda: scene.engine.aborted)
+    assert len(scene.engine.aborted) == 1
     assert len(scene.engine.aborted[0].output_ids) < 400
 
 
@@ -272,10 +266,7 @@ def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target, run
         scene.engine.fail_next_step = RuntimeError("device lost")
         with pytest.raises(openai.InternalServerError):
             scene.ask()
-        deadline = time.monotonic() + 10
-        while httpx.get(f"{scene.url}/health").status_code == 200 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert httpx.get(f"{scene.url}/health").status_code == 503
+        until(lambda: httpx.get(f"{scene.url}/health").status_code == 503)
         with pytest.raises(openai.InternalServerError, match="does not run"):
             scene.ask()
 
