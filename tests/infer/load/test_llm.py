@@ -112,13 +112,8 @@ def test_each_prompt_may_have_a_draft_shape_of_its_own(llm):
     assert [{event.offered for event in one.events} for one in done] == [{2}, {5}, {3}, {1}]
     plain = llm.generate(TEXTS, params, speculative=False)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
-    for shape, says in (
-        ("4,1,5", r"engine drafts tree 3x2/6 \(3,2,6\)"),
-        (["1,1,2"], "there are 4 prompts and 1 draft shapes"),
-        ("2", "three numbers .* are needed"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            llm.generate(TEXTS, params, shape=shape)
+    with pytest.raises(ValueError, match="there are 4 prompts and 1 draft shapes"):
+        llm.generate(TEXTS, params, shape=["1,1,2"])
     with pytest.raises(ValueError, match="2,1,3 and speculative is false"):
         llm.generate(TEXTS, params, shape="2,1,3", speculative=False)
 

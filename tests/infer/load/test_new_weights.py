@@ -50,11 +50,6 @@ def folders(tmp_path_factory) -> Folders:
     return folders_of("qwen2-tied", tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory) -> Folders:
-    return folders_of("llama", tmp_path_factory)
-
-
 def folders_of(name: str, tmp_path_factory) -> Folders:
     """Qwen2 here ties its embedding to its output matrix, and has biases."""
     root = tmp_path_factory.mktemp(name)
@@ -141,15 +136,14 @@ def checked_update(folders: Folders, shape: dict, given, **more) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_as_a_new_start(folders, untied, case):
+def test_an_update_is_as_a_new_start(folders, case):
     """From a directory: every format of weights, heads that hold something of the target's."""
-    there = untied if case == "mtp-with-a-map" else folders
-    checked_update(there, {"shape": "3,1,4"}, there.new, **options(there, case))
+    checked_update(folders, {"shape": "3,1,4"}, folders.new, **options(folders, case))
 
 
-def test_an_update_from_a_state_dict(folders, untied):
+def test_an_update_from_a_state_dict(folders, tmp_path_factory):
     """As a trainer has it: its tied weights under one name, in another float; or untied ones."""
-    for there, case in ((folders, "blocks"), (untied, "eagle3")):
+    for there, case in ((folders, "blocks"), (folders_of("llama", tmp_path_factory), "mtp-with-a-map")):
         state = model_of(there.new).state_dict()
         if there is folders:
             state = {name: value.double() for name, value in state.items() if "lm_head" not in name}
@@ -208,8 +202,7 @@ def test_requests_that_run_are_not_mixed_up(folders):
         llm.update_weights(folders.new)
 
 
-@pytest.mark.parametrize("case", ["mtp-with-a-map"])
-def test_an_update_keeps_every_address(folders, case, monkeypatch):
+def test_an_update_keeps_every_address(folders, monkeypatch):
     """A CUDA graph reads its tensors by their addresses. As on a GPU, nothing is packed."""
     monkeypatch.setattr(cpu_door, "pack_linears", lambda *_, **__: 0)
 
@@ -219,7 +212,7 @@ def test_an_update_keeps_every_address(folders, case, monkeypatch):
         tensors = [one for part in parts for one in (*part.parameters(), *part.buffers())]
         return [one.data_ptr() for one in tensors]
 
-    with LLM(folders.old, **options(folders, case), shape="3,1,4") as llm:
+    with LLM(folders.old, **options(folders, "mtp-with-a-map"), shape="3,1,4") as llm:
         before = addresses(llm)
         written(llm)
         llm.update_weights(folders.new)

@@ -174,7 +174,7 @@ class LLM:
         WeightsError as `update_weights`, and EngineError while requests of `engine` run and with tensor parallelism. If
         the engine with the old draft cannot be built again either, this LLM is closed.
         """
-        from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load_draft
+        from toolkit.infer.load.load_draft import fit_draft, load_draft
 
         self._check_idle()
         head = getattr(self._loaded.draft, "head", None)
@@ -189,8 +189,6 @@ class LLM:
             config = config.with_options(shape=self.shape.as_text(), adaptive=self._loaded.adaptive)
         config.check(self.target.device.type)
         new: Any = load_draft(draft, self.target.name, self.target.revision)
-        if config.token_map is not None:
-            check_takes_token_map(new, config.token_map)
         new = fit_draft(new, self.target, config.token_map, config.draft_confidence)
         if head is not None and _is_same_head(self._loaded.draft, new):
             self._replace_weights(head, new.head.state_dict(), str(draft))

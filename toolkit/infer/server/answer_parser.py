@@ -124,7 +124,7 @@ class AnswerParser:
         """Add text. Returns the pieces that are certain now. searched: for stop strings."""
         pieces: list[Piece] = []
         for piece in self._reasoning.push(text):
-            pieces += [piece] if piece.kind != "content" else self._calls.push(self._before_stop(piece.text, searched))
+            pieces += [piece] if piece.kind != "content" else self._called(piece.text, searched)
         stopped = self._stops.hit is not None
         pieces = self._numbered(pieces + self._calls.finish() if stopped else pieces)
         self.done = self.done or stopped
@@ -134,11 +134,11 @@ class AnswerParser:
         """Return the rest at the end of the answer."""
         pieces: list[Piece] = []
         for piece in self._reasoning.finish(cut):
-            pieces += [piece] if piece.kind != "content" else self._calls.push(self._stops.push(piece.text))
+            pieces += [piece] if piece.kind != "content" else self._called(piece.text)
         return self._numbered([*pieces, *self._calls.push(self._stops.finish()), *self._calls.finish(cut)])
 
-    def _before_stop(self, text: str, searched: bool) -> str:
-        return self._stops.push(text) if searched else text
+    def _called(self, text: str, searched: bool = True) -> list[Piece]:
+        return self._calls.push(self._stops.push(text) if searched else text)
 
     def _numbered(self, pieces: Sequence[Piece]) -> list[Piece]:
         numbered: list[Piece] = []
