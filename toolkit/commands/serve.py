@@ -107,7 +107,6 @@ def add_server_arguments(group: argparse._ArgumentGroup) -> None:
         help="requests must carry one of the keys in FILE, one a line, as a bearer token "
         f"(default: the key in {KEY_VARIABLE}, else none is needed)",
     )
-    group.add_argument("--api-key", action=_OnCommandLine, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     group.add_argument(
         "--allowed-origins",
         nargs="+",
@@ -130,16 +129,6 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     # Without a key a web page could reach the server by a name of its own that resolves to 127.0.0.1 (DNS rebinding).
     hosts = HOSTS if not keys and args.host in LOOPBACK else ()
     return ServerSettings(api_keys=keys, allowed_hosts=hosts, allowed_origins=tuple(args.allowed_origins), **given)
-
-
-class _OnCommandLine(argparse.Action):
-    """The flag of other servers for a key. Raises ServerSettingsError."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise ServerSettingsError(
-            "--api-key would show the key to every user of this machine; put it into a file (--api-key-file), or into "
-            f"the variable {KEY_VARIABLE}"
-        )
 
 
 def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:

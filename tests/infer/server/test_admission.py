@@ -34,13 +34,11 @@ def with_long_events(scene):
 
 
 @contextlib.contextmanager
-def unread_stream(scene, answer=None, **fields):
-    """A client that asks for a long stream and reads nothing but its status. Needs a context of 20,000.
-
-    answer: ids. fields: of the request."""
-    words, quick = scene.ids(" apples") * 12_000 if answer is None else answer, scene.engine.script
+def unread_stream(scene):
+    """A client that asks for a long stream and reads nothing but its status. Needs a context of 20,000."""
+    words, quick = scene.ids(" apples") * 12_000, scene.engine.script
     scene.engine.script = lambda prompt: words if len(prompt) == 1 else quick(prompt)
-    body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True, **fields})
+    body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -184,7 +182,6 @@ def test_a_browser_gets_in_with_the_key_as_password(serve):
     assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Basic realm=")
     for password, status in ((SECRET, 200), (OTHER, 401), ("", 401)):
         assert httpx.get(f"{scene.url}/metrics", headers=page, auth=("me", password)).status_code == status
-    assert httpx.get(f"{scene.url}/metrics", headers={**page, "Authorization": "Basic x"}).status_code == 401
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
