@@ -1,6 +1,6 @@
 """What a request passes before the engine has it: key, size, the server's state, the queue; and its time.
 
-client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> Admission: queue (429)
+client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> places: queue (429)
 
 start -> warming up -> ready <-> stuck: the engine hangs in a step
                          |
@@ -249,25 +249,21 @@ def _key_of(authorization: str) -> bytes:
         return b""
 
 
-class Admission:
-    """Lets requests in while the queue has room."""
+@contextlib.contextmanager
+def places(engine: EngineThread, running: int, settings: ServerSettings, n: int, prompts: int) -> Iterator[None]:
+    """Keep the places of n answers to each prompt until they are put. Raises the 400 or the 429 for too many.
 
-    def __init__(self, engine: EngineThread, max_running_requests: int, settings: ServerSettings) -> None:
-        self._engine, self._running, self._settings = engine, max_running_requests, settings
-
-    @contextlib.contextmanager
-    def places(self, n: int, prompts: int = 1) -> Iterator[None]:
-        """Keep the places of n answers to each prompt until they are put. Raises the 400 or the 429 for too many."""
-        if n > self._settings.max_n:
-            message = f"'n' is {n}; this server writes at most {self._settings.max_n} answers a request (--max-n)"
-            raise ApiError(400, message, param="n", code="invalid_value")
-        waiting = self._engine.open + n * prompts - self._running
-        if waiting > self._settings.max_queued_requests:
-            message = f"{waiting} answers would wait, but at most {self._settings.max_queued_requests} may"
-            message += " (--max-queued-requests); ask again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        with self._engine.reserving(n * prompts):
-            yield
+    running: requests that the engine decodes at once."""
+    if n > settings.max_n:
+        message = f"'n' is {n}; this server writes at most {settings.max_n} answers a request (--max-n)"
+        raise ApiError(400, message, param="n", code="invalid_value")
+    waiting = engine.open + n * prompts - running
+    if waiting > settings.max_queued_requests:
+        message = f"{waiting} answers would wait, but at most {settings.max_queued_requests} may"
+        message += " (--max-queued-requests); ask again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    with engine.reserving(n * prompts):
+        yield
 
 
 @dataclass(frozen=True)

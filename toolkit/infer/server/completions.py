@@ -18,7 +18,7 @@ from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.admission import Admission, Deadline, to_api_error
+from toolkit.infer.server.admission import Deadline, places, to_api_error
 from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
 from toolkit.infer.server.metrics import ServerMetrics
@@ -67,7 +67,6 @@ class Completions:
     def __init__(self, served: Served, settings: ServerSettings) -> None:
         self.served, self.settings = served, settings
         self.engine = EngineThread(served.engine)
-        self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
         self.metrics = ServerMetrics(lambda: load_of(served.engine), lambda: self.engine.failed_steps)
         self.created = int(time.time())
         self.prompts = Prompts(served.tokenizer, served.parsers)
@@ -170,7 +169,8 @@ class Completions:
         }
         tickets: list[Ticket] = []
         parsers: list[AnswerParser] = []
-        with self.admission.places(body.answers, body.n_prompts):
+        rows = self.served.engine.max_running_requests
+        with places(self.engine, rows, self.settings, body.answers, body.n_prompts):
             async with asyncio.timeout(deadline.left):
                 prompts = await asyncio.to_thread(tokenise) if long else tokenise()
                 params = [self._params(body, len(ids), param) for ids in prompts]
