@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import re
 
 import pytest
@@ -91,26 +90,6 @@ def test_the_plain_speed_is_measured_outside_of_the_conversation(conversation, e
     steps.clear()
     assert conversation.plain_tokens_per_s() > 0
     assert len(steps) < all_steps and not engine.has_work()
-
-
-def test_status_line_stays_below_the_answer(monkeypatch):
-    """The last line is kept out of the scrolling region, redrawn seldom, and given back whatever happens."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(chat.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
-    out, times = Terminal(), iter([0.0, 0.1, 0.3])
-    with pytest.raises(BrokenPipeError), chat.StatusLine(out, lambda: next(times)) as status:
-        for text in ("one", "two", "three " * 20):
-            status.show(lambda text=text: text)
-        raise BrokenPipeError
-    written = out.getvalue()
-    assert "\x1b[1;23r" in written and written.endswith("\x1b7\x1b[r\x1b[24;1H\x1b[2K\x1b8")
-    assert "one" in written and "two" not in written and ("three " * 20)[:39] + chat.END in written
-
-
-def talk(text):
-    asked, resets = [], []
-    chat.talk(asked.append, lambda: resets.append(1), io.StringIO(text))
-    return asked, len(resets)
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):

@@ -1,13 +1,20 @@
-"""`toolkit serve` as it is typed."""
+"""`toolkit serve` as it is typed, and when something goes wrong: each fault, with what was promised for it."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 
 import httpx
 import openai
@@ -17,27 +24,171 @@ import torch
 from toolkit.cli import main
 from toolkit.weights import load_tensors, save_tensors
 
-
-def rewrite(change):
-    def damage(directory):
-        tensors = load_tensors(directory / "model.safetensors")
-        change(tensors)
-        save_tensors(directory / "model.safetensors", tensors)
-
-    return damage
+BODY = {"messages": [{"role": "user", "content": "apples"}], "temperature": 0, "max_tokens": 24}
 
 
-def cut_short(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
+@contextlib.contextmanager
+def serving(directory, *flags, wait=True, **streams):
+    """A server process with a chain of 4; yields it with its address, and kills it after the test."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "toolkit", "serve", "--draft", str(directory), "--port", str(port)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen([*command, "--shape", "4,1,5", *flags], text=True, env=environment, **streams) as process:
+        try:
+            if wait:
+                wait_until_ready(process, url)
+            yield process, url
+        finally:
+            process.kill()
+
+
+def wait_until_ready(process, url):
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None, f"the server ended: {process.stderr and process.stderr.read()}"
+        assert time.monotonic() < deadline, "the server did not start"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        time.sleep(0.05)
+
+
+def ask(url, **fields):
+    name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    return httpx.post(f"{url}/v1/chat/completions", json={"model": name, **BODY, **fields}, timeout=60)
+
+
+def text_of(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def broken_head(tiny_draft_directory, tmp_path_factory):
+    """The tiny head with a matrix of nan."""
+    directory = shutil.copytree(tiny_draft_directory, tmp_path_factory.mktemp("nan") / "ckpt")
+    tensors = load_tensors(directory / "model.safetensors")
+    tensors["fc.weight"].fill_(math.nan)
+    save_tensors(directory / "model.safetensors", tensors)
+    return directory
+
+
+@pytest.mark.process
+def test_served_draft_writes_what_the_plain_target_writes(tiny_draft_directory):
+    """The whole way: HTTP, thread, engine, draft head; greedy speculative text equals plain text, streamed or not. The
+    printed curl line works: a new user copies it."""
+    with serving(tiny_draft_directory, "--speculative-algorithm", "EAGLE3") as (process, url):
+        lines = list(itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), process.stdout))
+        assert "chain 4 (4,1,5)" in "".join(lines)
+        _, address, _, _, _, body = shlex.split(next(line for line in lines if "curl" in line))
+        answer = httpx.post(address, content=body, headers={"Content-Type": "application/json"}, timeout=60)
+        assert answer.status_code == 200 and address.startswith(url), answer.text
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        fields = {"model": client.models.list().data[0].id, **BODY}
+        drafted = client.chat.completions.create(**fields, extra_body={"return_acceptance": True})
+        plain = client.chat.completions.create(**fields, extra_body={"speculative": False})
+        streamed = client.chat.completions.create(**fields, stream=True)
+        assert drafted.choices[0].message.content == plain.choices[0].message.content
+        assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in streamed)
+        told = drafted.choices[0].acceptance
+        assert told["verify_steps"] == sum(told["histogram"]) == drafted.usage.speculative["verify_steps"] > 0
+        assert min(told["seconds"][part] for part in ("queue", "prefill", "draft", "verify")) > 0
+        assert not hasattr(plain.usage, "speculative")
+        sampled = [client.chat.completions.create(**{**fields, "temperature": 1, "seed": s}) for s in (1, 1, 2)]
+        texts = [answer.choices[0].message.content for answer in sampled]
+        assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.process
+def test_sigterm_under_load(tiny_draft_directory):
+    """Every answer that began comes whole, later requests are told to go elsewhere, and the status is 0."""
+    with serving(tiny_draft_directory, "--drain-timeout", "60") as (process, url):
+        wanted, seen, over = text_of(ask(url)), Counter(), threading.Event()
+        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def client():
+            while not over.is_set():
+                try:
+                    reply = httpx.post(f"{url}/v1/chat/completions", json={"model": name, **BODY}, timeout=60)
+                except httpx.ConnectError:  # the server has ended
+                    return
+                seen[reply.status_code] += 1
+                assert reply.status_code == 503 or text_of(reply) == wanted
+                if reply.status_code == 503:
+                    assert int(reply.headers["retry-after"]) >= 1
+                    return
+
+        threads = [threading.Thread(target=client) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        while seen[200] < 5:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+        over.set()
+        for thread in threads:
+            thread.join(60)
+    assert process.returncode == 0, error
+    assert set(seen) <= {200, 503} and "the server has ended" in error and "Traceback" not in error
+
+
+@pytest.mark.process
+def test_a_head_of_nan(broken_head):
+    """The log says that the head is broken; the answers are those of plain decoding."""
+    with serving(broken_head) as (process, url):
+        assert text_of(ask(url)) == text_of(ask(url, speculative=False))
+        sampled = {"temperature": 1, "seed": 4, "max_tokens": 24}
+        assert text_of(ask(url, **sampled)) == text_of(ask(url, **sampled, speculative=False))
+        assert ask(url, temperature=1).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "fc.weight hold values that are not finite" in error
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_check_before_a_broken_head(broken_head):
+    """With --check the same head is not served, and the page of `toolkit check` says why."""
+    with serving(broken_head, "--check", wait=False) as (process, _):
+        said, error = process.communicate(timeout=300)
+    assert process.returncode == 1 and "FAILED: weights" in said and "does not start" in error
+
+
+def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
+    """The head and target that are served are those that are checked; a failure ends the start."""
+    commands = []
+
+    def check(command):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", check)
+    flags = ["--draft", str(tmp_path), "--target", "x", "--device", "cpu", "--port", "0"]
+    assert main(["serve", *flags, "--max-running-requests", "3", "--check"]) == 1
+    assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
+
+
+def test_a_broken_target(tiny_target_directory, tmp_path, capsys):
+    """Status 2 and a message that names the file, without a traceback."""
+    directory = shutil.copytree(tiny_target_directory, tmp_path / "target")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert main(["serve", "--target", str(directory), "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error
+
+
+def reshape(directory):
+    tensors = load_tensors(directory / "model.safetensors")
+    save_tensors(directory / "model.safetensors", tensors | {"fc.weight": torch.zeros(3, 3)})
 
 
 DAMAGES = {
-    "missing tensor": (rewrite(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
-    "wrong shape": (rewrite(lambda tensors: tensors.update({"fc.weight": torch.zeros(3, 3)})), "fc.weight"),
-    "truncated file": (cut_short, "model.safetensors"),
+    "wrong shape": (reshape, "fc.weight"),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "model.safetensors"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json"),
     "not JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
     "no directory": (shutil.rmtree, "no draft directory"),
 }
@@ -52,77 +203,3 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
     assert main(["serve", "--draft", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and says in error and "Traceback" not in error
-
-
-@pytest.fixture(scope="module")
-def process(tiny_draft_directory):
-    """`python -m toolkit serve --draft DIR` in a process of its own, and the text that it printed when ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit",
-        "serve",
-        "--draft",
-        str(tiny_draft_directory),
-        "--port",
-        "0",
-        "--speculative-algorithm",
-        "EAGLE3",
-        "--speculative-num-steps",
-        "4",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as running:
-        lines = []
-        for line in running.stdout:
-            lines.append(line)
-            if line.startswith("Ctrl-C"):
-                break
-        try:
-            yield running, "".join(lines)
-        finally:
-            running.kill()
-
-
-@pytest.mark.process
-def test_served_draft_writes_what_the_plain_target_writes(process):
-    """The whole way: HTTP, thread, engine, draft head; greedy speculative text equals plain text, streamed or not."""
-    running, text = process
-    assert running.poll() is None, running.stderr.read()
-    assert "chain 4 (4,1,5)" in text
-    client = openai.OpenAI(base_url=text.split()[2], api_key="none", max_retries=0, timeout=60)
-    name = client.models.list().data[0].id
-    fields = {"model": name, "messages": [{"role": "user", "content": "apples"}], "temperature": 0, "max_tokens": 24}
-    drafted = client.chat.completions.create(**fields, extra_body={"return_acceptance": True})
-    plain = client.chat.completions.create(**fields, extra_body={"speculative": False})
-    streamed = client.chat.completions.create(**fields, stream=True)
-    assert drafted.choices[0].message.content == plain.choices[0].message.content
-    assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in streamed)
-    told = drafted.choices[0].acceptance
-    assert told["verify_steps"] == sum(told["histogram"]) == drafted.usage.speculative["verify_steps"] > 0
-    assert min(told["seconds"][part] for part in ("queue", "prefill", "draft", "verify")) > 0
-    assert not hasattr(plain.usage, "speculative")
-    sampled = [client.chat.completions.create(**{**fields, "temperature": 1, "seed": s}) for s in (1, 1, 2)]
-    texts = [answer.choices[0].message.content for answer in sampled]
-    assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.process
-def test_the_printed_curl_line_works(process):
-    """The line that a new user copies."""
-    line = next(line for line in process[1].splitlines() if "curl" in line)
-    _, url, _, _, _, body = shlex.split(line)
-    answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60)
-    assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.process
-def test_ctrl_c_ends_the_server_in_order(process):
-    """Status 0 and no traceback. Runs last: it ends the module's server."""
-    running, _ = process
-    running.send_signal(signal.SIGINT)
-    _, error = running.communicate(timeout=30)
-    assert running.returncode == 0, error
-    assert "the server has ended" in error and "Traceback" not in error

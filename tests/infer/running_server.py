@@ -32,3 +32,11 @@ def running(served, settings=None):
         thread.join(20)
         listener.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+def until(condition, seconds=20.0):
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -27,7 +26,6 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
-STATUS_EVERY_S = 0.2
 # Plain steps that are timed: at most so many or those of so many seconds, at least 3. The first of a process are slow.
 TIMED_STEPS, TIMED_SECONDS, LEAST_STEPS, SLOW_STEPS = 12, 2.0, 3, 2
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
@@ -75,18 +73,11 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     )
     painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
     shape = loaded.shape_name
-    plain = None
-    if shape is not None:
-        plain = conversation.plain_tokens_per_s()
+    plain = None if shape is None else conversation.plain_tokens_per_s()
 
     def answer(text: str) -> None:
-        with interrupts() as interrupted, StatusLine(sys.stdout) as status:
-            exchange = conversation.ask(
-                text,
-                painter.write,
-                interrupted,
-                lambda request: status.show(lambda: status_of(request, plain)),
-            )
+        with interrupts() as interrupted:
+            exchange = conversation.ask(text, painter.write, interrupted)
         painter.end()
         print(summary(exchange, shape, args.temperature, plain), file=sys.stderr, flush=True)
 
@@ -171,41 +162,6 @@ class Painter:
         self._at_line_start = True
 
 
-class StatusLine:
-    """The last line of the terminal, while an answer is written above it. Shows nothing where there is no terminal.
-
-    The lines above become the scrolling region (DECSTBM), so that the answer never scrolls the status away.
-    """
-
-    def __init__(self, stdout: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stdout, self._clock = stdout, clock
-        self._on = stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._columns, self._rows = shutil.get_terminal_size()
-        self._drawn_at: float | None = None
-
-    def __enter__(self) -> StatusLine:
-        if self._on:
-            # A new line and back: the cursor is then above the last line. Setting the region moves it; \x1b8 restores.
-            self._write(f"\n\x1b[1A\x1b7\x1b[1;{self._rows - 1}r\x1b8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._on:
-            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
-
-    def show(self, text: Callable[[], str]) -> None:
-        """Draw the text, at most every STATUS_EVERY_S seconds; only then it is computed."""
-        now = self._clock()
-        if self._on and (self._drawn_at is None or now - self._drawn_at >= STATUS_EVERY_S):
-            self._drawn_at = now
-            line = text()[: self._columns - 1]
-            self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{DIM}{line}{END}\x1b8")
-
-    def _write(self, codes: str) -> None:
-        self._stdout.write(codes)
-        self._stdout.flush()
-
-
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Inside, Ctrl-C sets a flag and does not raise: an engine step always completes."""
@@ -217,17 +173,6 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def status_of(request: Request, plain_tokens_per_s: float | None) -> str:
-    """The status line of an answer that is being written."""
-    from toolkit.infer.request.request import summarise
-
-    since = 0.0 if request.first_token_at is None else time.perf_counter() - request.first_token_at
-    facts = [f"{len(request.output_ids)} tokens", _speed(tokens_per_s(len(request.output_ids), since))]
-    if request.speculative:
-        facts += [_accept_length(summarise(request.events)), *_plain(plain_tokens_per_s)]
-    return ", ".join(facts)
-
-
 def summary(exchange: Exchange, shape: str | None, temperature: float, plain_tokens_per_s: float | None) -> str:
     """The line printed after an answer. shape: None for plain decoding."""
     ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(exchange.answer.finish_reason), "")
@@ -235,26 +180,18 @@ def summary(exchange: Exchange, shape: str | None, temperature: float, plain_tok
     if shape is None:
         parts = f"plain decoding, {count} tokens, {speed}{ending}"
     else:
+        stats = exchange.stats
+        length = f"{stats.accept_length:.2f}" if stats.verify_steps else "-"
         of_drafts = (
-            f"{_accept_length(exchange.stats)} over {exchange.stats.verify_steps} verify steps, {shape}, "
-            f"temperature {temperature:g}"
+            f"accept_length {length} over {stats.verify_steps} verify steps, {shape}, temperature {temperature:g}"
         )
-        beside = "".join(f"; {fact} here" for fact in _plain(plain_tokens_per_s))
+        beside = "" if plain_tokens_per_s is None else f"; plain decoding about {_speed(plain_tokens_per_s)} here"
         parts = f"{count} tokens, {exchange.answer.n_from_draft} of them drafted, {speed}{ending}, {of_drafts}{beside}"
     return f"{DIM}[{parts}]{END}" if sys.stderr.isatty() else f"[{parts}]"
 
 
 def _speed(tokens_per_s: float | None) -> str:
     return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
-
-
-def _accept_length(stats: AcceptanceStats) -> str:
-    return f"accept_length {stats.accept_length:.2f}" if stats.verify_steps else "accept_length -"
-
-
-def _plain(tokens_per_s: float | None) -> list[str]:
-    """The plain speed, if it was measured."""
-    return [] if tokens_per_s is None else [f"plain decoding about {_speed(tokens_per_s)}"]
 
 
 class ChatSessionError(ValueError):
@@ -273,12 +210,8 @@ class Exchange:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens a second after the first one, which comes with the prompt; None for an answer of one token."""
-        return tokens_per_s(self.answer.n_tokens, self.decode_s)
-
-
-def tokens_per_s(n_tokens: int, decode_s: float) -> float | None:
-    """Speed of an answer so far. decode_s: seconds since its first token. None below two tokens."""
-    return (n_tokens - 1) / decode_s if n_tokens > 1 and decode_s > 0 else None
+        after = self.answer.n_tokens - 1
+        return after / self.decode_s if after > 0 and self.decode_s > 0 else None
 
 
 class ChatSession:
@@ -340,12 +273,10 @@ class ChatSession:
         text: str,
         show: Callable[[str, bool], None],
         interrupted: Callable[[], bool],
-        on_step: Callable[[Request], None] | None = None,
     ) -> Exchange:
         """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
 
-        on_step: called after each step. The conversation keeps the shown part of a stopped answer.
-        Raises ChatSessionError.
+        The conversation keeps the shown part of a stopped answer. Raises ChatSessionError.
         """
         from toolkit.infer.load.answer import Answer, events_of_answer
         from toolkit.infer.request.request import Update, summarise
@@ -366,8 +297,6 @@ class ChatSession:
                 for piece, from_draft in answer.feed_pieces(update):
                     written.append(piece)
                     show(piece, from_draft)
-                if on_step is not None:
-                    on_step(request)
         finally:
             if request.finish_reason is None:  # show() raised, e.g. into a closed pipe
                 self._engine.abort(request)

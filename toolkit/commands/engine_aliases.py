@@ -60,6 +60,7 @@ TABLE: dict[str, Alias | str] = {
     "dp_size": _REPLICAS,
     "pipeline_parallel_size": "use --tensor-parallel-size",
     "pp_size": "use --tensor-parallel-size",
+    "api_key": "every user of this machine would see the key; use --api-key-file, or the variable TOOLKIT_API_KEY",
     "enable_metrics": "metrics are always at /metrics: leave it out",
     "decode_log_interval": "it counts steps; use --log-interval, in seconds",
     "log_level": "set TOOLKIT_LOG in the environment",

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.config_file import add_config_argument, parse_with_file
 from toolkit.commands.engine_aliases import add_alias_arguments, check_draft_kind
@@ -23,10 +24,16 @@ from toolkit.commands.model_arguments import (
     load_from,
     short_name,
 )
-from toolkit.commands.server_arguments import add_server_arguments, server_settings
 from toolkit.infer.engine.config import NATIVE, NGRAM, NONE, EngineConfig
 from toolkit.infer.server.answer_parser import REASONING_PARSERS, TOOL_CALL_PARSERS, Parsers
-from toolkit.infer.server.server_settings import ServerSettingsError
+from toolkit.infer.server.server_settings import (
+    KEY_VARIABLE,
+    LIMITS,
+    ServerSettings,
+    ServerSettingsError,
+    limit_flag,
+    read_api_keys,
+)
 from toolkit.log import get_logger, give_up_full_streams
 
 if TYPE_CHECKING:
@@ -40,6 +47,8 @@ CHUNK_S = 0.15  # of a prompt, while others decode: with a round between two, no
 HELP = "serve a target with its draft head over OpenAI's HTTP API"
 
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HOSTS = ("127.0.0.1", "[::1]", "localhost")  # the same in the header Host
 WARM_UP = "The quick brown fox jumps over the lazy dog."
 CHECKED = ("target", "revision", "token_map", "quantization", "device")  # options of `toolkit check`
 
@@ -87,6 +96,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Requests that name no temperature, top_p or top_k get those of the target's generation config, else "
         "OpenAI's 1.0, 1.0 and no top_k (as vLLM and SGLang do). Send temperature 0 for greedy answers."
     )
+
+
+def add_server_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the server's limits."""
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="requests must carry one of the keys in FILE, one a line, as a bearer token "
+        f"(default: the key in {KEY_VARIABLE}, else none is needed)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages of these origins may read answers in a browser, CORS (default: none)",
+    )
+    for name, limit in LIMITS.items():
+        kind: Any = {"type": float, "metavar": "S"} if name.endswith("_s") else {"type": int, "metavar": "N"}
+        kind |= {"help": limit.metadata["help"], "default": argparse.SUPPRESS}
+        group.add_argument(limit_flag(name), dest=name, **kind)
+
+
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    """The settings that were given. Raises ServerSettingsError."""
+    given = {name: value for name, value in vars(args).items() if name in LIMITS}
+    keys = read_api_keys(args.api_key_file)
+    if not keys and args.host not in LOOPBACK:
+        logger.warning("whoever can reach %s may use this server: it asks for no key (--api-key-file)", args.host)
+    # Without a key a web page could reach the server by a name of its own that resolves to 127.0.0.1 (DNS rebinding).
+    hosts = HOSTS if not keys and args.host in LOOPBACK else ()
+    return ServerSettings(api_keys=keys, allowed_hosts=hosts, allowed_origins=tuple(args.allowed_origins), **given)
 
 
 def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:

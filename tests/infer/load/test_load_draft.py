@@ -64,7 +64,8 @@ def test_exactness_does_not_depend_on_the_map(small_target, shared_draft, tmp_pa
     while engine.has_work():
         with torch.inference_mode():
             if engine._running:
-                tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+                engine._rounds.set_rows(engine._running)
+                tree = engine.drafter.propose(engine._running, engine._rounds.state.rows(len(engine._running)))
                 drafted |= set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist())
         engine.step()
     engine.close()

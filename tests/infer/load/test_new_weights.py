@@ -6,7 +6,6 @@ in whatever format, would change tokens or drafts.
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import weakref
@@ -49,11 +48,6 @@ class Folders:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Folders:
     return folders_of("qwen2-tied", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory) -> Folders:
-    return folders_of("llama", tmp_path_factory)
 
 
 def folders_of(name: str, tmp_path_factory) -> Folders:
@@ -117,7 +111,6 @@ CASES = {
     "eagle3": {"draft": "head"},
     "mtp-with-a-map": {"draft": "mtp", "token_map": "map"},
     "blocks": {"draft": "mtp", "token_map": "map", "dtype": "bfloat16"},
-    "blocks-draft-not-rounded": {"draft": "mtp", "dtype": "bfloat16", "draft_quantization": "none"},
     "int8-blocks": {"draft": "head", "quantization": "int8", "dtype": "bfloat16"},
 }
 
@@ -143,15 +136,14 @@ def checked_update(folders: Folders, shape: dict, given, **more) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_as_a_new_start(folders, untied, case):
+def test_an_update_is_as_a_new_start(folders, case):
     """From a directory: every format of weights, heads that hold something of the target's."""
-    there = untied if case == "mtp-with-a-map" else folders
-    checked_update(there, {"shape": "3,1,4"}, there.new, **options(there, case))
+    checked_update(folders, {"shape": "3,1,4"}, folders.new, **options(folders, case))
 
 
-def test_an_update_from_a_state_dict(folders, untied):
+def test_an_update_from_a_state_dict(folders, tmp_path_factory):
     """As a trainer has it: its tied weights under one name, in another float; or untied ones."""
-    for there, case in ((folders, "blocks"), (untied, "eagle3")):
+    for there, case in ((folders, "blocks"), (folders_of("llama", tmp_path_factory), "mtp-with-a-map")):
         state = model_of(there.new).state_dict()
         if there is folders:
             state = {name: value.double() for name, value in state.items() if "lm_head" not in name}
@@ -210,22 +202,7 @@ def test_requests_that_run_are_not_mixed_up(folders):
         llm.update_weights(folders.new)
 
 
-def test_statistics_of_acceptance_are_dropped(folders):
-    """With the old rates an adaptive engine would go on, or stay away, because of a head that is no more."""
-    with LLM(folders.old, folders.head, shape="3,1,4", adaptive=True) as llm:
-        written(llm)
-        chooser, request = llm.engine.drafter.chooser, llm.engine.add_request([5], SamplingParams())
-        learned = chooser._acceptance.by_request([request], chooser.shapes)
-        llm.engine.abort(request)
-        llm.update_weights(folders.new)
-        again = chooser._acceptance.by_request([request], chooser.shapes)
-        assert again != learned and again[0][0] > 1.6, "the first guess"
-        assert chooser._costs._seen, "times of rounds still hold"
-        assert written(llm)[0] == written(llm)[0]
-
-
-@pytest.mark.parametrize("case", ["mtp-with-a-map"])
-def test_an_update_keeps_every_address(folders, case, monkeypatch):
+def test_an_update_keeps_every_address(folders, monkeypatch):
     """A CUDA graph reads its tensors by their addresses. As on a GPU, nothing is packed."""
     monkeypatch.setattr(cpu_door, "pack_linears", lambda *_, **__: 0)
 
@@ -235,7 +212,7 @@ def test_an_update_keeps_every_address(folders, case, monkeypatch):
         tensors = [one for part in parts for one in (*part.parameters(), *part.buffers())]
         return [one.data_ptr() for one in tensors]
 
-    with LLM(folders.old, **options(folders, case), shape="3,1,4") as llm:
+    with LLM(folders.old, **options(folders, "mtp-with-a-map"), shape="3,1,4") as llm:
         before = addresses(llm)
         written(llm)
         llm.update_weights(folders.new)
@@ -303,15 +280,14 @@ def test_a_draft_that_does_not_fit_changes_nothing(folders, tmp_path):
         llm.refresh_draft({})
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch, failures):
+def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatch):
     """Short memory is no ValueError. What was built of the next engine, its cache and its hooks on the target, must be
-    gone when the old one is built again; if that fails too, the LLM says that it is closed, and closes quietly."""
+    gone when the old one is built again."""
     own, caches = engine_module.RoundState, []
 
     def short_of_memory(rows, pool, device):  # after the cache and the drafter, whose hooks are on the target
         assert not any(cache() for cache in caches), "a part of the next engine is held"
-        if len(caches) < failures:
+        if not caches:
             caches.append(weakref.ref(pool))
             raise torch.OutOfMemoryError("no room for a round")
         return own(rows, pool, device)
@@ -322,15 +298,6 @@ def test_an_engine_that_cannot_be_built_leaves_the_old_draft(folders, monkeypatc
     with LLM(folders.old, folders.head, shape="3,1,4", prefix_cache=False) as llm:
         before, hooked = written(llm), hooks(llm.target)
         monkeypatch.setattr(engine_module, "RoundState", short_of_memory)
-        if failures == 1:
-            with pytest.raises(torch.OutOfMemoryError, match="no room for a round"):
-                llm.refresh_draft(folders.mtp)
-            assert len(caches) == 1 and written(llm) == before and hooks(llm.target) == hooked > 0
-        else:
-            with pytest.raises(EngineError, match="was not replaced .no room.* this LLM is closed; free memory"):
-                llm.refresh_draft(folders.mtp)
-            gc.collect()
-            assert not hooks(llm.target)
-            for call in (lambda: llm.generate([[1]]), lambda: llm.refresh_draft(folders.head)):
-                with pytest.raises(EngineError, match="this LLM is closed; make another one"):
-                    call()
+        with pytest.raises(torch.OutOfMemoryError, match="no room for a round"):
+            llm.refresh_draft(folders.mtp)
+        assert len(caches) == 1 and written(llm) == before and hooks(llm.target) == hooked > 0

@@ -6,16 +6,13 @@ import logging
 import shutil
 
 import pytest
-import torch
 
 from toolkit import LLM
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
-from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, SearchedShape
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.load.load_engine import by_rows, load_engine
-from toolkit.infer.load.search_file import Found, conditions, merged, search_of
+from toolkit.infer.load.search_file import Found, conditions, merged
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
@@ -164,7 +161,6 @@ def test_searches_of_other_kinds_and_batch_sizes_are_kept(searched, caplog, monk
     elsewhere = earlier | {"holds_for": earlier["holds_for"] | {"torch_threads": 9}}
     assert merged(elsewhere, earlier) == earlier
     assert "earlier searches in search.json are replaced: they were made with torch_threads 9, here 1" in caplog.text
-    assert merged({"best": {}}, earlier) == earlier and "an earlier version of `toolkit search`" in caplog.text
 
 
 @pytest.mark.parametrize(("times", "offered"), [(None, [0, 0]), (CHEAP, None), (DEAR, [0, 0])])
@@ -186,44 +182,19 @@ def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, o
     [
         ({"dtype": "bfloat16", "torch_compile": True}, "dtype bfloat16, here float32; torch_compile True, here False"),
         ({"weights": "0" * 64}, "weights 000000000000"),
-        (None, "an earlier version of `toolkit search`"),
     ],
 )
 def test_a_search_elsewhere_is_not_used_and_the_log_says_why(searched, caplog, monkeypatch, changed, says):
-    """Shapes and times of another machine, head or engine would be wrong without a trace. None: an older file."""
+    """Shapes and times of another machine, head or engine would be wrong without a trace."""
     draft = searched()
     found = read_json(draft / "search.json")
-    older = {"best": BEST, "times": [CHEAP], "holds_for": found["holds_for"]}
-    found["holds_for"] |= changed or {}
-    write_json(draft / "search.json", older if changed is None else found)
+    found["holds_for"] |= changed
+    write_json(draft / "search.json", found)
     log_of(caplog, monkeypatch)
     opened = load_engine(EngineConfig(draft=draft))
     opened.engine.close()
     assert opened.shape == DraftShape.chain(4)
     assert f"{draft}/search.json is not used, since it was made with" in caplog.text and says in caplog.text
-
-
-def test_a_search_with_a_token_map_holds_with_that_map(
-    tiny_target, tiny_target_directory, tmp_path, caplog, monkeypatch
-):
-    """The map decides what is drafted. The same ids in a file of another name are the same map."""
-    config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    draft = save_draft(tmp_path / "mtp", MtpHead(config).state_dict(), config, None, meta)
-    for name, ids in (("a.pt", range(60)), ("b.pt", range(60)), ("c.pt", range(90))):
-        torch.save(list(ids), tmp_path / name)
-    mapped = EngineConfig(draft=draft, token_map=tmp_path / "a.pt")
-    opened = load_engine(mapped)
-    opened.engine.close()
-    entries = {size: one | {"times": CHEAP} for size, one in BEST.items()}
-    found = {"found": {"greedy": entries}, "holds_for": conditions(opened.draft, mapped, opened.target)}
-    log_of(caplog, monkeypatch)
-    for name, holds in (("a.pt", True), ("b.pt", True), ("c.pt", False), (None, False)):
-        config = EngineConfig(draft=draft, token_map=None if name is None else tmp_path / name)
-        other = fit_draft(load_draft(draft), opened.target, config.token_map)
-        other.meta["search"] = found
-        assert (search_of(other, config, opened.target) is not None) == holds, name
-    assert "is not used, since it was made with token_map" in caplog.text
 
 
 def test_other_weights_lose_their_search(searched, tiny_draft, tmp_path):

@@ -8,16 +8,15 @@ import dataclasses
 import json
 import logging
 import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from tests.infer.running_server import until
 from tests.infer.server.test_app import NAME, USER, Scripted
-from toolkit.commands.server_arguments import HOSTS, add_server_arguments, server_settings
+from toolkit.commands.serve import HOSTS, add_server_arguments, server_settings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -35,13 +34,11 @@ def with_long_events(scene):
 
 
 @contextlib.contextmanager
-def unread_stream(scene, answer=None, **fields):
-    """A client that asks for a long stream and reads nothing but its status. Needs a context of 20,000.
-
-    answer: ids. fields: of the request."""
-    words, quick = scene.ids(" apples") * 12_000 if answer is None else answer, scene.engine.script
+def unread_stream(scene):
+    """A client that asks for a long stream and reads nothing but its status. Needs a context of 20,000."""
+    words, quick = scene.ids(" apples") * 12_000, scene.engine.script
     scene.engine.script = lambda prompt: words if len(prompt) == 1 else quick(prompt)
-    body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True, **fields})
+    body = json.dumps({"model": NAME, "prompt": [5], "max_tokens": 12_000, "stream": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -75,30 +72,6 @@ def background():
         yield pool.submit
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """held(scene): lets the tokenizer wait at long texts. Returns (waiting, go on), two events."""
-    opened = []
-
-    def hold(scene):
-        waiting, allow = threading.Event(), threading.Event()
-        opened.append(allow)
-        tokenise = type(scene.tokenizer).__call__
-
-        def slow(self, text, **named):
-            if len(text) > 50_000:
-                waiting.set()
-                allow.wait(10)
-            return tokenise(self, text, **named)
-
-        monkeypatch.setattr(type(scene.tokenizer), "__call__", slow)
-        return waiting, allow
-
-    yield hold
-    for allow in opened:
-        allow.set()
-
-
 def error_of(response, status):
     error = response.json()["error"]
     assert response.status_code == status and set(error) == {"message", "type", "param", "code"}, response.text
@@ -110,13 +83,6 @@ def idle(engine):
     return True
 
 
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_slow_reader(serve):
     """A client that does not read its stream keeps no row and no place in the queue, and gets its whole answer."""
     scene = serve(rows=1, context_length=20_000, max_queued_requests=0)
@@ -126,23 +92,6 @@ def test_a_slow_reader(serve):
         until(lambda: scene.post(BODY).status_code == 200)
         received = b"".join(iter(lambda: client.recv(65536), b"")).decode()
     assert received.count(" apples") >= 12_000 // len(scene.ids(" apples")) and "[DONE]" in received
-
-
-def test_a_stop_string_frees_the_row_of_a_slow_reader(serve):
-    """Where an answer ends is seen when its text is read, and must not wait until the client has read all."""
-    scene = serve(context_length=20_000)
-    apples = scene.ids(" apples") * 1500
-    answer = [*apples, *scene.ids(" pears"), *apples]
-    step = scene.engine.step
-    # after the stop string steps are slow: the server sees it long before the last of them
-    scene.engine.step = lambda: (
-        time.sleep(0.01 * any(len(r.output_ids) > len(apples) for r in scene.engine.running)),
-        step(),
-    )[1]
-    with unread_stream(scene, answer, stop="pears"):
-        until(lambda: scene.engine.running)
-        until(lambda: not scene.engine.has_work(), 40)
-        assert len(scene.engine.aborted) == 1 and len(scene.engine.aborted[0].output_ids) < len(answer)
 
 
 def test_the_answers_of_a_request_take_their_places_together(serve, background):
@@ -159,30 +108,6 @@ def test_the_answers_of_a_request_take_their_places_together(serve, background):
     assert len(first.result(20).json()["choices"]) == 4
     error = error_of(serve(max_n=2).post({**BODY, "n": 3}), 400)
     assert error["param"] == "n" and "at most 2" in error["message"]
-
-
-def test_places_are_kept_while_a_prompt_is_tokenised(serve, background, held):
-    """Requests beyond the queue are sent away before their prompts are read; a refused prompt gives its place back."""
-    scene = serve(rows=1, max_queued_requests=0)
-    waiting, allow = held(scene)
-    long = {"model": NAME, "prompt": "a" * 60_000}
-    first = background(scene.post, long, "/v1/completions")
-    assert waiting.wait(10)
-    assert scene.post(BODY).status_code == 429
-    allow.set()
-    assert first.result(20).json()["error"]["code"] == "context_length_exceeded"
-    assert scene.post(BODY).status_code == 200
-
-
-def test_a_deadline_begins_when_the_request_arrives(serve, held):
-    """Tokenising a long prompt, or compiling a grammar, is part of what a client waits for."""
-    scene = serve(context_length=200_000)
-    waiting, _ = held(scene)
-    began = time.monotonic()
-    reply = scene.post({"model": NAME, "prompt": "a" * 60_000, "timeout": 0.3}, "/v1/completions")
-    assert waiting.is_set() and time.monotonic() - began < 8
-    assert reply.status_code == 408 and reply.json()["error"]["code"] == "deadline_exceeded"
-    assert not scene.engine.has_work() and scene.post(BODY).status_code == 200
 
 
 def test_a_deadline_holds_for_every_prompt_of_a_list(serve):
@@ -257,7 +182,6 @@ def test_a_browser_gets_in_with_the_key_as_password(serve):
     assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Basic realm=")
     for password, status in ((SECRET, 200), (OTHER, 401), ("", 401)):
         assert httpx.get(f"{scene.url}/metrics", headers=page, auth=("me", password)).status_code == status
-    assert httpx.get(f"{scene.url}/metrics", headers={**page, "Authorization": "Basic x"}).status_code == 401
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -336,15 +260,6 @@ def test_half_a_body_is_a_408_and_takes_no_row(serve):
     assert reply.startswith(b"HTTP/1.1 408") and b"request_incomplete" in reply and b"18 bytes" in reply
 
 
-def test_a_client_that_goes_away_within_its_body(serve):
-    """No error in the log, and nothing left behind."""
-    scene = serve()
-    for _ in range(3):
-        with socket.create_connection(scene.address, timeout=10) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
-    assert scene.ask().choices[0].message.content == scene.text
-
-
 def test_bodies_that_no_parser_takes(serve):
     """Invalid UTF-8 and JSON of 100,000 levels are a 400, not a broken prompt or a crash."""
     scene = serve()
@@ -377,25 +292,6 @@ def test_prompts_at_the_end_of_the_context(tiny_target, tiny_draft, running):
     engine.check_integrity()
     engine.close()
     plain.close()
-
-
-def test_a_long_text_is_tokenised_beside_the_streams(serve, monkeypatch):
-    """In another thread: the loop of all streams would wait for it."""
-    scene, threads = serve(context_length=20_000), []
-    tokenise = type(scene.tokenizer).__call__
-
-    def noted(self, text, **named):
-        threads.append((len(text), threading.current_thread()))
-        return tokenise(self, text, **named)
-
-    monkeypatch.setattr(type(scene.tokenizer), "__call__", noted)
-    for words in (3, 20_000):  # fewer bytes than 20,000 of the longest tokens: not refused by its size
-        scene.post({"model": NAME, "prompt": "apples " * words}, "/v1/completions")
-    long = {"model": NAME, "messages": [{"role": "user", "content": "apples " * 20_000}]}
-    assert error_of(scene.post(long), 400)["code"] == "context_length_exceeded"
-    loop = next(thread for size, thread in threads if size == len("apples " * 3))
-    others = [thread for size, thread in threads if size > 100_000]
-    assert len(others) == 2 and loop not in others
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------
@@ -432,18 +328,6 @@ def test_a_deadline_before_the_first_token(serve):
     assert waiting.headers["x-should-retry"] == of_server.headers["x-should-retry"] == "false"
     assert "0.3 s" in error_of(of_server, 504)["message"]
     assert streamed.status_code == 408 or '"finish_reason": "abort"' in streamed.text
-    assert idle(scene.engine) and scene.ask().choices[0].message.content == scene.text
-
-
-def test_clients_that_leave_the_queue(serve):
-    """Requests that never began are forgotten too."""
-    scene = serve()
-    scene.engine.allow.clear()
-    with httpx.Client(base_url=scene.url, timeout=httpx.Timeout(20, read=0.2)) as client:
-        for stream in (True, False) * 4:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/chat/completions", json={**BODY, "stream": stream})
-    scene.engine.allow.set()
     assert idle(scene.engine) and scene.ask().choices[0].message.content == scene.text
 
 

@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from tests.infer.running_server import until
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.server import admission
 from toolkit.infer.server import app as server_app
@@ -45,10 +46,7 @@ class Running:
         return reply.json()["status"]
 
     def wait_for(self, state, seconds=10.0):
-        deadline = time.monotonic() + seconds
-        while self.state() != state:
-            assert time.monotonic() < deadline, f"the server is {self.state()}"
-            time.sleep(0.02)
+        until(lambda: self.state() == state, seconds)
 
 
 @pytest.fixture
@@ -81,13 +79,6 @@ def in_background(call):
         return results[0]
 
     return result
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_ready_when_warm(start):

@@ -120,36 +120,20 @@ def test_arguments_between_tags(family):
     assert every_division(Parsers("qwen3-coder"), unknown) == [content(unknown)]
 
 
-@pytest.mark.parametrize("value", ["NaN", "[1, 1e999]"])
-def test_no_number_of_json(value):
-    """Python reads and writes them; a client's JSON parser raises."""
-    text = f"<function=add><parameter=a>{value}</parameter></function>"
-    assert every_division(Parsers("qwen3-coder"), text) == [call("add", json.dumps({"a": value}))]
-
-
 def test_a_model_that_ends_its_answer_within_a_call():
     """The finish reason is then "tool_calls": its arguments must be whole."""
     text = "<tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>\nx y"
     assert every_division(Parsers("qwen3-coder"), text) == [call("add", '{"a": 1, "b": "x y"}')]
 
 
-FORGOTTEN = {
-    "qwen3-coder": ("<tool_call>\n<function=add>\n<parameter=a>\n{}\n", "</parameter>", "</function>\n</tool_call>"),
-    "glm45": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{}", "</arg_value>", "</tool_call>"),
-}
-
-
-@pytest.mark.parametrize("family", FORGOTTEN)
-def test_a_value_without_its_closing_tag(family):
-    """Small models forget it. The end of the call, or a call after it, is no part of the value. A value that has its
-    closing tag may hold any tag that ends a call."""
-    opened, closes, ends = FORGOTTEN[family]
-    parsers, first = Parsers(family), call("add", '{"a": "x y"}')
-    text = opened.format("x y") + ends
-    assert every_division(parsers, text + "\nDone.") == [first, content("Done.")]
-    assert read(parsers, list(f"{text}\n{TAGGED[family]}"))[:2] == [first, call("get_weather", TAGGED_ARGUMENTS, 1)]
-    held = opened.format("x </tool_call> y") + closes + ends
-    assert every_division(parsers, held) == [call("add", json.dumps({"a": "x </tool_call> y"}))]
+def test_a_value_without_its_closing_tag():
+    """Small models forget it. The end of the call is no part of the value."""
+    for family, written in (
+        ("qwen3-coder", "<tool_call>\n<function=add>\n<parameter=a>\nx y\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x y</tool_call>"),
+    ):
+        wanted = [call("add", '{"a": "x y"}'), content("Done.")]
+        assert every_division(Parsers(family), f"{written}\nDone.") == wanted
 
 
 def test_a_forced_list():

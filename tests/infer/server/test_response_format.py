@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import threading
 from enum import StrEnum
 from typing import Literal
 
@@ -104,16 +103,6 @@ def test_parse_returns_the_model(client, bias, temperature):
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
 
 
-def test_a_raw_schema_streamed_and_whole(client):
-    """One grammar for both forms, and for each of several answers."""
-    asked = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA, "strict": True}}
-    whole = ask(client, response_format=asked, temperature=0, n=2)
-    chunks = ask(client, response_format=asked, temperature=0, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert [choice.message.content for choice in whole.choices] == [text, text]
-    assert 0 <= json.loads(text)["n"] <= 99
-
-
 def test_sglangs_fields(client, url):
     """`regex` and `json_schema` (a text or an object) on both endpoints."""
     pattern = r"(fox|dog){1,3} [0-9]{2}"
@@ -156,19 +145,6 @@ def test_a_grammar_that_fails_is_an_error_of_its_request(client, monkeypatch):
     with pytest.raises(openai.APIError, match="the grammar failed"):
         list(ask(client, extra_body={"json_schema": schema}, stream=True))
     assert ask(client, max_tokens=3).usage.completion_tokens > 0
-
-
-def test_compiling_keeps_no_request_waiting(url, monkeypatch):
-    """A schema may take long to compile: the engine's thread finds it compiled."""
-
-    threads = []
-    real = grammar.Grammars._compile
-    monkeypatch.setattr(
-        grammar.Grammars, "_compile", lambda *one: (threads.append(threading.current_thread().name), real(*one))[1]
-    )
-    body = {"model": "tiny", "messages": USER, "regex": "fox{7}", "max_tokens": 20}
-    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
-    assert len(threads) == 1 and threads[0] != "toolkit-engine"
 
 
 # -- forced calls ------------------------------------------------------------------------------------------------------
@@ -218,28 +194,6 @@ def test_a_named_function(client, fields):
     )
     assert response.status == "incomplete" or [item.name for item in response.output] == [name]
     assert all(item.type == "function_call" for item in response.output)
-
-
-def test_a_schema_is_not_reasoning(client, fields):
-    """An answer with a grammar of its own is content, also where the family's answers begin with reasoning."""
-    extra = {"regex": "[0-9]{3}"}
-    plain = {name: value for name, value in fields.items() if name != "tools"}
-    message = client.chat.completions.create(**plain, extra_body=extra).choices[0].message
-    assert len(message.content) == 3 and message.content.isdigit()
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
-    ],
-)
-def test_what_does_not_go_together(url, fields, more, param):
-    """Two grammars for one answer, and a schema that cannot be enforced, are refused by name."""
-    body = {**fields, "tool_choice": "required", **more}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 # -- what goes with a form, and where the answer begins ----------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.protocol import CompletionRequest
 from toolkit.infer.server.replies import LogprobForm
@@ -178,19 +177,6 @@ def test_a_request_may_have_a_draft_shape_of_its_own(client, taken):
         with pytest.raises(openai.BadRequestError, match=says) as caught:
             ask(client, **fields, extra_body=extra)
         assert caught.value.param == "shape"
-
-
-def test_token_bytes(tiny_target):
-    """The bytes of single tokens join to the text's, also where a token is half of a character or begins with a
-    space."""
-    tokenizer = tiny_target.tokenizer
-    text = "the fox — 漢字 ✨ over"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    form = LogprobForm(tokenizer)
-    assert b"".join(form.bytes_of(token) for token in ids) == text.encode()
-    entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))  # JSON has no -inf
-    assert [top["logprob"] for top in form.content([entry])["content"][0]["top_logprobs"]] == [0.0, -9999.0]
-    assert form.bytes_of(tokenizer.eos_token_id) == b"<|im_end|>" and form.bytes_of(10**6) == b""
 
 
 LIMITS = [-1, 5e-324, float("nan"), 2**31 - 1, 2**63 - 1, 10**400]

@@ -133,17 +133,6 @@ def test_the_clients_parser_of_calls(scene):
     assert [item.arguments for item in output if item.type == "function_call"] == [PARIS, ROME]
 
 
-def test_several_answers_with_calls(scene):
-    """n > 1, streamed: each answer numbers its own calls."""
-    names = {}
-    for chunk in scene.ask(tools=[WEATHER], n=3, stream=True):
-        for choice in chunk.choices:
-            for delta in choice.delta.tool_calls or ():
-                if delta.id:
-                    names.setdefault(choice.index, []).append((delta.index, delta.function.name))
-    assert names == {index: [(0, "get_weather"), (1, "get_weather")] for index in range(3)}
-
-
 def test_the_prompt_of_a_template_without_tools(scene):
     """The tools, the calls and the results of a turn are in it as text, in the form that the parser reads."""
     prompts = seen_prompt(scene)
@@ -224,7 +213,6 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
             "tools[0].function.parameters.type",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ],
 )

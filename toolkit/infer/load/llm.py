@@ -171,10 +171,10 @@ class LLM:
         A head of the same configuration and token map is copied into the current one. Any other draft replaces it: the
         target stays loaded, the KV cache is made anew, and graphs are captured and the head is compiled again.
         Changes nothing if the draft does not fit, or if no engine can be built with it. Raises the errors of LLM,
-        WeightsError as `update_weights`, and EngineError while requests of `engine` run, with tensor parallelism, and
-        if the engine with the old draft cannot be built again either, after which this LLM is closed.
+        WeightsError as `update_weights`, and EngineError while requests of `engine` run and with tensor parallelism. If
+        the engine with the old draft cannot be built again either, this LLM is closed.
         """
-        from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load_draft
+        from toolkit.infer.load.load_draft import fit_draft, load_draft
 
         self._check_idle()
         head = getattr(self._loaded.draft, "head", None)
@@ -189,8 +189,6 @@ class LLM:
             config = config.with_options(shape=self.shape.as_text(), adaptive=self._loaded.adaptive)
         config.check(self.target.device.type)
         new: Any = load_draft(draft, self.target.name, self.target.revision)
-        if config.token_map is not None:
-            check_takes_token_map(new, config.token_map)
         new = fit_draft(new, self.target, config.token_map, config.draft_confidence)
         if head is not None and _is_same_head(self._loaded.draft, new):
             self._replace_weights(head, new.head.state_dict(), str(draft))
@@ -249,7 +247,7 @@ class LLM:
     def _rebuild(self, config: EngineConfig, draft: Draft) -> None:
         """Replace the engine by one of `config` that drafts with `draft`.
 
-        On errors go on with the old draft. If that fails too (or on Ctrl-C) this LLM is closed: raises EngineError.
+        On errors go on with the old draft; if that fails too (or on Ctrl-C) this LLM is closed.
         """
         from toolkit.infer.engine.cpu_door import pack
         from toolkit.infer.load.load_engine import build_engine
@@ -264,14 +262,7 @@ class LLM:
         except Exception as error:  # memory may be short, or a kernel not compile
             traceback.clear_frames(error.__traceback__)  # they hold what was built of the next engine
             _free_memory()
-            try:
-                self._take(build_engine(self.config, target, old))
-            except Exception as again:
-                traceback.clear_frames(again.__traceback__)
-                raise EngineError(
-                    f"the draft was not replaced ({error}), and the engine with the old one could not be built again "
-                    f"({again}): this LLM is closed; free memory, or lower `max_total_tokens`, and make another one"
-                ) from error
+            self._take(build_engine(self.config, target, old))
             raise
 
     def _completion(self, request: Request, raw: bool) -> Completion:

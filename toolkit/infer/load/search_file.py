@@ -145,8 +145,6 @@ def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> F
 
 def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Returns the conditions of `search` that are not those of `here`; empty if all agree."""
-    if "found" not in search:
-        return "an earlier version of `toolkit search`"
     then = search["holds_for"]
     return "; ".join(
         f"{name} {str(then.get(name))[:24]}, here {str(value)[:24]}"

@@ -1,6 +1,6 @@
 """What a request passes before the engine has it: key, size, the server's state, the queue; and its time.
 
-client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> Admission: queue (429)
+client --> CORS --> host (400) --> Gate: key (401), body (413, 408), draining or stuck (503) --> places: queue (429)
 
 start -> warming up -> ready <-> stuck: the engine hangs in a step
                          |
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.infer.engine.engine_thread import EngineThread, Watchdog
@@ -132,28 +132,22 @@ class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
-class ApiKeys:
-    """The keys of a server. Keeps their hashes only; the time of a comparison does not depend on the key."""
+def check_key(keys: Sequence[str], scope: Scope) -> None:
+    """Raise the 401 for a request without one of the keys, as `Authorization: Bearer KEY`. No keys: none is needed.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._hashes = [_hash(key.encode()) for key in keys]
-
-    def check(self, scope: Scope) -> None:
-        """Raise the 401 for a request without a key of this server, as `Authorization: Bearer KEY`.
-
-        A browser gets to its pages with the key as a password (the scheme Basic, with any user name).
-        """
-        if not self._hashes or scope["path"] in OPEN_PATHS:
-            return
-        given = _key_of(_header(scope, b"authorization"))
-        known = [hmac.compare_digest(_hash(given), one) for one in self._hashes]
-        if any(known):
-            return
-        what = "is none of this server's" if given else "is missing"
-        message = f"the API key {what}; send one as the header 'Authorization: Bearer KEY'"
-        asks_browser = b"text/html" in _header(scope, b"accept")
-        how = {"WWW-Authenticate": 'Basic realm="toolkit: the API key as password"' if asks_browser else "Bearer"}
-        raise ApiError(401, message, code="invalid_api_key", headers=how)
+    A browser gets to its pages with the key as a password (the scheme Basic, with any user name).
+    """
+    if not keys or scope["path"] in OPEN_PATHS:
+        return
+    headers = Headers(scope=scope)
+    given = _key_of(headers.get("authorization", ""))
+    if any([hmac.compare_digest(given, key.encode()) for key in keys]):  # its time does not depend on the key
+        return
+    what = "is none of this server's" if given else "is missing"
+    message = f"the API key {what}; send one as the header 'Authorization: Bearer KEY'"
+    asks_browser = "text/html" in headers.get("accept", "")
+    how = {"WWW-Authenticate": 'Basic realm="toolkit: the API key as password"' if asks_browser else "Bearer"}
+    raise ApiError(401, message, code="invalid_api_key", headers=how)
 
 
 class Gate:
@@ -163,7 +157,6 @@ class Gate:
         self, app: ASGIApp, *, settings: ServerSettings, life: LifeCycle, count_reply: Callable[[int], None]
     ) -> None:
         self._app, self._settings, self._life, self._count_reply = app, settings, life, count_reply
-        self._keys = ApiKeys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -190,7 +183,7 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._keys.check(scope)
+            check_key(self._settings.api_keys, scope)
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
@@ -245,46 +238,32 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _key_of(authorization: bytes) -> bytes:
+def _key_of(authorization: str) -> bytes:
     """The key in a header; empty for another scheme."""
-    scheme, _, given = authorization.strip().partition(b" ")
-    if scheme.lower() == b"bearer":
-        return given.strip()
-    if scheme.lower() != b"basic":
-        return b""
+    scheme, _, given = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip().encode()
     try:
-        return base64.b64decode(given, validate=True).partition(b":")[2]
+        return base64.b64decode(given, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
     except ValueError:
         return b""
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
+@contextlib.contextmanager
+def places(engine: EngineThread, running: int, settings: ServerSettings, n: int, prompts: int) -> Iterator[None]:
+    """Keep the places of n answers to each prompt until they are put. Raises the 400 or the 429 for too many.
 
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-class Admission:
-    """Lets requests in while the queue has room."""
-
-    def __init__(self, engine: EngineThread, max_running_requests: int, settings: ServerSettings) -> None:
-        self._engine, self._running, self._settings = engine, max_running_requests, settings
-
-    @contextlib.contextmanager
-    def places(self, n: int, prompts: int = 1) -> Iterator[None]:
-        """Keep the places of n answers to each prompt until they are put. Raises the 400 or the 429 for too many."""
-        if n > self._settings.max_n:
-            message = f"'n' is {n}; this server writes at most {self._settings.max_n} answers a request (--max-n)"
-            raise ApiError(400, message, param="n", code="invalid_value")
-        waiting = self._engine.open + n * prompts - self._running
-        if waiting > self._settings.max_queued_requests:
-            message = f"{waiting} answers would wait, but at most {self._settings.max_queued_requests} may"
-            message += " (--max-queued-requests); ask again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        with self._engine.reserving(n * prompts):
-            yield
+    running: requests that the engine decodes at once."""
+    if n > settings.max_n:
+        message = f"'n' is {n}; this server writes at most {settings.max_n} answers a request (--max-n)"
+        raise ApiError(400, message, param="n", code="invalid_value")
+    waiting = engine.open + n * prompts - running
+    if waiting > settings.max_queued_requests:
+        message = f"{waiting} answers would wait, but at most {settings.max_queued_requests} may"
+        message += " (--max-queued-requests); ask again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    with engine.reserving(n * prompts):
+        yield
 
 
 @dataclass(frozen=True)

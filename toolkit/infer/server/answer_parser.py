@@ -122,26 +122,23 @@ class AnswerParser:
 
     def push(self, text: str, searched: bool = True) -> list[Piece]:
         """Add text. Returns the pieces that are certain now. searched: for stop strings."""
-        pieces = self._numbered(self._divide(self._reasoning.push(text), searched))
-        if self._stops.hit is not None and not self.done:
-            pieces += self._numbered(self._calls.finish())
-            self.done = True
+        pieces: list[Piece] = []
+        for piece in self._reasoning.push(text):
+            pieces += [piece] if piece.kind != "content" else self._called(piece.text, searched)
+        stopped = self._stops.hit is not None
+        pieces = self._numbered(pieces + self._calls.finish() if stopped else pieces)
+        self.done = self.done or stopped
         return pieces
 
     def finish(self, cut: bool = False) -> list[Piece]:
         """Return the rest at the end of the answer."""
-        pieces = self._divide(self._reasoning.finish(cut))
-        pieces += self._calls.push(self._stops.finish())
-        return self._numbered([*pieces, *self._calls.finish(cut)])
+        pieces: list[Piece] = []
+        for piece in self._reasoning.finish(cut):
+            pieces += [piece] if piece.kind != "content" else self._called(piece.text)
+        return self._numbered([*pieces, *self._calls.push(self._stops.finish()), *self._calls.finish(cut)])
 
-    def _divide(self, pieces: Sequence[Piece], searched: bool = True) -> list[Piece]:
-        divided: list[Piece] = []
-        for piece in pieces:
-            if piece.kind == "content":
-                divided += self._calls.push(self._stops.push(piece.text) if searched else piece.text)
-            else:
-                divided.append(piece)
-        return divided
+    def _called(self, text: str, searched: bool = True) -> list[Piece]:
+        return self._calls.push(self._stops.push(text) if searched else text)
 
     def _numbered(self, pieces: Sequence[Piece]) -> list[Piece]:
         numbered: list[Piece] = []
@@ -149,11 +146,10 @@ class AnswerParser:
             if self.done:
                 break
             if piece.kind == "call":
-                numbered.append(replace(piece, index=self.n_calls, id=self._new_id()))
+                piece = replace(piece, index=self.n_calls, id=self._new_id())
                 self.n_calls += 1
                 self.done = self._one_call
-            else:
-                numbered.append(piece)
+            numbered.append(piece)
         return numbered
 
 

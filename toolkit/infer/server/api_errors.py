@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from toolkit.chat_rows import short
 from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
 
-MAX_SHOWN = 5  # problems listed in one message
 MAX_CHARACTERS = 1000  # of a message
 
 _ERROR = {
@@ -100,9 +99,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         message = "the body is not a JSON object; send one with the header Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
     described = [_describe(error) for error in _deepest(errors)]
-    message = "; ".join(text for _, text, _ in described[:MAX_SHOWN])
-    if len(described) > MAX_SHOWN:
-        message += f"; and {len(described) - MAX_SHOWN} more"
+    message = "; ".join(text for _, text, _ in described)
     return ApiError(400, message, param=described[0][0], code=described[0][2])
 
 

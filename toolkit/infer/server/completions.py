@@ -18,7 +18,7 @@ from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.admission import Admission, Deadline, to_api_error
+from toolkit.infer.server.admission import Deadline, places, to_api_error
 from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
 from toolkit.infer.server.metrics import ServerMetrics
@@ -67,7 +67,6 @@ class Completions:
     def __init__(self, served: Served, settings: ServerSettings) -> None:
         self.served, self.settings = served, settings
         self.engine = EngineThread(served.engine)
-        self.admission = Admission(self.engine, served.engine.max_running_requests, settings)
         self.metrics = ServerMetrics(lambda: load_of(served.engine), lambda: self.engine.failed_steps)
         self.created = int(time.time())
         self.prompts = Prompts(served.tokenizer, served.parsers)
@@ -170,7 +169,8 @@ class Completions:
         }
         tickets: list[Ticket] = []
         parsers: list[AnswerParser] = []
-        with self.admission.places(body.answers, body.n_prompts):
+        rows = self.served.engine.max_running_requests
+        with places(self.engine, rows, self.settings, body.answers, body.n_prompts):
             async with asyncio.timeout(deadline.left):
                 prompts = await asyncio.to_thread(tokenise) if long else tokenise()
                 params = [self._params(body, len(ids), param) for ids in prompts]
@@ -210,11 +210,10 @@ class Completions:
 
     async def _whole(self, answers: Sequence[Writing]) -> list[list[Piece]]:
         """All pieces of each answer."""
-
-        async def whole(writing: Writing) -> list[Piece]:
-            return [piece async for pieces in self._pieces(writing) for piece in pieces]
-
-        return await asyncio.gather(*map(whole, answers))
+        whole: list[list[Piece]] = [[] for _ in answers]
+        async for writing, pieces in self._merged(answers):
+            whole[writing.index] += pieces or ()
+        return whole
 
     async def _pieces(self, writing: Writing) -> AsyncIterator[list[Piece]]:
         """Yield the new pieces after each engine step until the answer ends, and give its place back."""
@@ -240,8 +239,8 @@ class Completions:
             for event in form.first(writing.index):
                 yield event
         try:
-            async for writing, pieces, entries in self._merged(answers):
-                logprobs = self._logprobs(body, writing, entries)
+            async for writing, pieces in self._merged(answers):
+                logprobs = self._logprobs(body, writing, writing.answer.take_logprobs())
                 for piece in pieces or ():
                     yield form.piece(writing.index, piece, logprobs)
                     logprobs = None  # they go with the step's first piece
@@ -259,17 +258,15 @@ class Completions:
         for event in form.last(self._usage(answers, body.answers)):
             yield event
 
-    async def _merged(
-        self, answers: Sequence[Writing]
-    ) -> AsyncIterator[tuple[Writing, list[Piece] | None, list[TokenLogprob]]]:
-        """Yield (answer, new pieces, log-probabilities) of all answers as they arrive. None: the answer ended."""
-        ready: asyncio.Queue[tuple[Writing, list[Piece] | None, list[TokenLogprob]] | Exception] = asyncio.Queue()
+    async def _merged(self, answers: Sequence[Writing]) -> AsyncIterator[tuple[Writing, list[Piece] | None]]:
+        """Yield (answer, new pieces) of all answers as they arrive. None: the answer ended."""
+        ready: asyncio.Queue[tuple[Writing, list[Piece] | None] | Exception] = asyncio.Queue()
 
         async def follow(writing: Writing) -> None:
             try:
                 async for pieces in self._pieces(writing):
-                    ready.put_nowait((writing, pieces, writing.answer.take_logprobs()))
-                ready.put_nowait((writing, None, writing.answer.take_logprobs()))
+                    ready.put_nowait((writing, pieces))
+                ready.put_nowait((writing, None))
             except Exception as error:  # whatever it is: without it the stream would wait for ever
                 ready.put_nowait(error)
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from toolkit.log import get_logger
 
@@ -20,20 +21,18 @@ class ServerSettingsError(ValueError):
     """A limit out of range, or a file of API keys that cannot be used."""
 
 
+def _limit(default: float | None, text: str, *, least: float | None = None) -> Any:
+    """A field with its help text. least: the smallest value; None: it must be above 0."""
+    return field(default=default, metadata={"help": text, "least": least})
+
+
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of one server; times in seconds.
+    """Settings of one server; times in seconds. The limits say themselves what they are.
 
     api_keys: a request must carry one of them; empty: no key is needed.
     allowed_hosts: the names by which clients may call the server (the header Host); empty: any.
     allowed_origins: web pages of these origins may read answers (CORS); empty: none.
-    max_body_bytes: of a request; a larger one is a 413.
-    max_n: answers that one request may ask for.
-    max_queued_requests: answers that wait beside those that run; a request beyond them is a 429.
-    request_timeout_s: an answer ends after it; None: never. A request may ask for less.
-    drain_timeout_s: time for running answers after SIGTERM.
-    watchdog_timeout_s: a step of the engine that takes longer hangs.
-    body_timeout_s: time for a client to send its request.
     warm_up_ids: a prompt that is answered before the server is ready; empty: none.
 
     Raises ServerSettingsError for a limit out of range.
@@ -42,33 +41,46 @@ class ServerSettings:
     api_keys: Sequence[str] = field(default=(), repr=False)
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
-    max_body_bytes: int = 16 * 2**20
-    max_n: int = MAX_ANSWERS
-    max_queued_requests: int = 1024
-    request_timeout_s: float | None = None
-    drain_timeout_s: float = 20.0
-    watchdog_timeout_s: float = 300.0
-    body_timeout_s: float = 30.0
     warm_up_ids: Sequence[int] = ()
+    max_body_bytes: int = _limit(16 * 2**20, "size of a request; a larger one is a 413 (default: 16777216)", least=1)
+    max_n: int = _limit(MAX_ANSWERS, "answers that one request may ask for (default: 128)", least=1)
+    max_queued_requests: int = _limit(
+        1024, "answers that wait beside those that run; a request beyond them is a 429 (default: 1024)", least=0
+    )
+    request_timeout_s: float | None = _limit(
+        None, "seconds after which an answer is cut; a request may ask for less by its field timeout (default: none)"
+    )
+    drain_timeout_s: float = _limit(
+        20.0, "seconds that running answers get after SIGTERM or Ctrl-C (default: 20)", least=0
+    )
+    body_timeout_s: float = _limit(
+        30.0, "seconds in which a client must have sent its request, else it is a 408 (default: 30)"
+    )
+    watchdog_timeout_s: float = _limit(
+        300.0,
+        "a step of the engine that takes longer is logged with its stack, and /ready is 503 (default: 300)",
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (("max_body_bytes", 1), ("max_n", 1), ("max_queued_requests", 0), ("drain_timeout_s", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ServerSettingsError(f"{_flag(name)} is {value:g}; at least {least} is needed")
+        for name, limit in LIMITS.items():
+            value, least = getattr(self, name), limit.metadata["least"]
+            if value is None:
+                continue
+            if least is not None and value < least:
+                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; at least {least} is needed")
+            if value <= 0 and least is None:
+                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; more than 0 is needed")
+            if not math.isfinite(value):
+                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; a finite number is needed")
         if self.max_n > MAX_ANSWERS:
-            raise ServerSettingsError(f"{_flag('max_n')} is {self.max_n}; at most {MAX_ANSWERS} is possible")
-        for name in ("request_timeout_s", "watchdog_timeout_s", "body_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ServerSettingsError(f"{_flag(name)} is {value:g}; more than 0 is needed")
-        for name in (one.name for one in fields(self) if one.name.endswith("_timeout_s")):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ServerSettingsError(f"{_flag(name)} is {value:g}; a finite number is needed")
+            raise ServerSettingsError(f"--max-n is {self.max_n}; at most {MAX_ANSWERS} is possible")
 
 
-def _flag(name: str) -> str:
+LIMITS = {one.name: one for one in fields(ServerSettings) if one.metadata}
+
+
+def limit_flag(name: str) -> str:
+    """The flag of a limit, which is the field without its unit."""
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 

@@ -108,10 +108,11 @@ class SteppedParser:
 
 
 LONGEST_HEAD = 1000  # characters; a longer beginning is no call
+LONGEST_MARK = 12  # characters of the end of a call between tags: "</tool_call>"
 WHITESPACE = " \t\r\n"
 NAME = r"(?P<name>[\w.-]{1,64})"
 OBJECT_HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,'
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
@@ -123,7 +124,7 @@ class CallFormat:
     opens: marks before calls; ends: marks after them; inner: further special tokens. bare: characters that begin calls
     at the answer's beginning without a mark. head: what stands between mark and arguments where a call is no object of
     its own. gap: characters between calls, besides whitespace. listed: an object after a gap is another call.
-    argument: of arguments between tags, one by one, from the tag `key_opens` to the tag `value_closes`.
+    argument: an argument between tags; the tag that closes it may be missing.
     """
 
     opens: tuple[str, ...] = ()
@@ -134,8 +135,6 @@ class CallFormat:
     gap: str = ""
     listed: bool = False
     argument: re.Pattern[str] | None = None
-    key_opens: str = ""
-    value_closes: str = ""
 
 
 FORMATS = {
@@ -159,19 +158,18 @@ FORMATS = {
         ("<tool_call>", "<function="),
         ("</function>", "</tool_call>"),
         head=re.compile(r"\s*(?P<name>[^>\s]+)\s*>"),
-        argument=re.compile(r"<parameter=\s*(?P<key>[^>]+?)\s*>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL),
-        key_opens="<parameter=",
-        value_closes="</parameter>",
+        argument=re.compile(
+            r"<parameter=\s*(?P<key>[^>]+?)\s*>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+        ),
     ),
     "glm45": CallFormat(
         ("<tool_call>",),
         ("</tool_call>",),
         head=re.compile(rf"\s*{NAME}\s*(?=<arg_key>|</tool_call>)"),
         argument=re.compile(
-            r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL
+            r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
+            re.DOTALL,
         ),
-        key_opens="<arg_key>",
-        value_closes="</arg_value>",
     ),
     # The answer of a request whose tool_choice asks for a call: a grammar makes it a list of calls.
     "forced": CallFormat(bare="[{", gap="},]", listed=True),
@@ -219,8 +217,7 @@ class CallParser(SteppedParser):
         self._schemas = schemas
         self.markers = (*self._form.opens, *self._form.ends, *self._form.inner)
         self._opened = ""  # what was taken as the beginning of a call; content if it is none
-        self._name = ""
-        self._values: dict[str, Any] = {}  # of arguments between tags
+        self._name = ""  # where it stands before the arguments
         self._value, self._scanned = JsonEnd(), 0
 
     def _first(self) -> bool:
@@ -237,42 +234,34 @@ class CallParser(SteppedParser):
         return False if mark is None else self._to_head(full[len(text) : full.index(mark) + len(mark)])
 
     def _to_head(self, opened: str) -> bool:
-        self._opened, self._value, self._scanned = opened, JsonEnd(), 0
+        self._opened, self._name = opened, ""
+        self._value, self._scanned = JsonEnd(), 0
         return self._go(self._head)
 
     def _head(self) -> bool:
-        """Between the mark and the arguments."""
-        start = self._text.lstrip(WHITESPACE + ("[" if self._form.listed else ""))
-        mark = next((mark for mark in self._form.opens if start.startswith(mark)), None)
+        """Between the mark and the arguments, or the object that is a whole call."""
+        form = self._form
+        start = self._text.lstrip(WHITESPACE + ("[" if form.listed else ""))
+        mark = next((mark for mark in form.opens if start.startswith(mark)), None)
         if mark is not None:
-            taken = len(self._text) - len(start) + len(mark)
-            self._opened, self._text = self._opened + self._text[:taken], self._text[taken:]
+            self._open(start[len(mark) :])
             return True
-        if not self._ended and any(mark.startswith(start) for mark in self._form.opens):
+        if not self._ended and any(mark.startswith(start) for mark in form.opens):
             return False
-        is_object = start.startswith("{") and self._form.argument is None
-        head = OBJECT_HEAD if is_object else self._form.head
-        if match := head.match(start) if head is not None else None:
-            self._name = unquoted(match["name"])
+        if start.startswith("{") and form.argument is None:
+            self._open(start)
+            return self._go(self._json)
+        if match := form.head.match(start) if form.head is not None else None:
+            self._name = match["name"]
             if self._name not in self._schemas:
                 return self._refuse()
-            self._text, self._value, self._scanned, self._values = start[match.end() :], JsonEnd(), 0, {}
-            return self._go(self._json if self._form.argument is None else self._tags)
-        if is_object:
-            return self._other_object(start)
-        hopeless = self._ended or len(start) > LONGEST_HEAD or any(mark in start for mark in self._form.ends)
-        return self._refuse() if hopeless or (start and head is None) else False
+            self._open(start[match.end() :])
+            return self._go(self._json if form.argument is None else self._tags)
+        hopeless = self._ended or len(start) > LONGEST_HEAD or any(mark in start for mark in form.ends)
+        return self._refuse() if hopeless or (start and form.head is None) else False
 
-    def _other_object(self, start: str) -> bool:
-        """An object whose keys are in another order, or whose arguments are no object: read when it is whole."""
-        self._scanned += self._value.read(start[self._scanned :])
-        if not self._value.done and not self._ended:
-            return False
-        name, arguments = call_of(start[: self._scanned])
-        if name not in self._schemas:
-            return self._refuse()
-        self._name, self._text = name, start[self._scanned :]
-        return self._call(arguments)
+    def _open(self, rest: str) -> None:
+        self._opened, self._text = self._opened + self._text[: len(self._text) - len(rest)], rest
 
     def _refuse(self) -> bool:
         """No call after all: what was taken is content, and the rest is searched for calls as before."""
@@ -280,40 +269,27 @@ class CallParser(SteppedParser):
         return self._go(self._content)
 
     def _json(self) -> bool:
+        """A JSON object: the arguments, or the whole call."""
         self._scanned += self._value.read(self._text[self._scanned :])
         if not self._value.done and not self._ended:
             return False
-        arguments, self._text = self._text[: self._scanned], self._text[self._scanned :]
-        return self._call(arguments)
+        written = self._text[: self._scanned]
+        name, arguments = (self._name, written) if self._name else call_of(written)
+        return self._call(name, arguments, self._scanned) if name in self._schemas else self._refuse()
 
     def _tags(self) -> bool:
-        """One argument between tags, or the end of the call."""
-        form, start = self._form, self._text.lstrip()
+        """Arguments between tags, up to the end of the call."""
+        form, searched = self._form, max(0, self._scanned - LONGEST_MARK)
         assert form.argument is not None
-        if start.startswith(form.key_opens):
-            start = self._with_closing_tag(start)
-        closed = form.value_closes in start  # else a long value would be searched anew at every token
-        if match := form.argument.match(start) if closed else None:
-            self._values[match["key"]] = self._typed(match["key"], match["value"])
-            self._text = start[match.end() :]
-            return True
-        expected = (form.key_opens, *form.ends)
-        if not self._ended and (start.startswith(form.key_opens) or any(mark.startswith(start) for mark in expected)):
+        end = min((at for mark in form.ends if (at := self._text.find(mark, searched)) >= 0), default=None)
+        if end is None and not self._ended:
+            self._scanned = len(self._text)
             return False
-        arguments = json.dumps(self._values)
-        if self._cut and not start.startswith(form.ends):
-            arguments, self._text = arguments[:-1], ""  # it must not look complete
-        return self._call(arguments)
-
-    def _with_closing_tag(self, text: str) -> str:
-        """The text of an argument, with the tag that small models forget at the end of the value."""
-        closes = text.find(self._form.value_closes)
-        end = _first_of(self._form.ends, text)
-        if end is not None and (closes < 0 or end < closes):
-            next_call = _first_of(self._form.opens, text, end)
-            if self._ended and closes < 0 or next_call is not None and (closes < 0 or next_call < closes):
-                return text[:end] + self._form.value_closes + text[end:]
-        return text + self._form.value_closes if self._ended and not self._cut and closes < 0 else text
+        found = form.argument.finditer(self._text[:end])
+        arguments = json.dumps({one["key"]: self._typed(one["key"], one["value"]) for one in found})
+        if end is None and self._cut:
+            arguments = arguments[:-1]  # it must not look complete
+        return self._call(self._name, arguments, len(self._text) if end is None else end)
 
     def _typed(self, key: str, text: str) -> Any:
         """A value between tags: text where the schema says so or where it is no JSON, else what it reads as."""
@@ -329,8 +305,10 @@ class CallParser(SteppedParser):
             return text
         return value
 
-    def _call(self, arguments: str) -> bool:
-        self._write("call", arguments, self._name)
+    def _call(self, name: str, arguments: str, end: int) -> bool:
+        """A call that takes the text up to `end`."""
+        self._write("call", arguments, name)
+        self._text = self._text[end:]
         return self._go(self._gap)
 
     def _gap(self) -> bool:
@@ -345,16 +323,13 @@ class CallParser(SteppedParser):
         return self._to_head("") if self._form.listed and self._text[0] == "{" else self._go(self._content)
 
 
-def unquoted(name: str) -> str:
-    """A name without its JSON quotation marks, if it has any; "" if it is not valid."""
-    try:
-        return str(json.loads(name, strict=False)) if name.startswith('"') else name
-    except ValueError:
-        return ""
-
-
 def call_of(written: str) -> tuple[str, str]:
-    """(name, arguments as JSON text) of a call written as one JSON object; ("", "") if it is no call."""
+    """(name, arguments as JSON text) of a call written as one JSON object; ("", "") if it is no call.
+
+    In the usual order of keys the arguments are passed on as they are written, also if they are no valid JSON."""
+    if match := OBJECT_HEAD.match(written):
+        rest = written[match.end() :]
+        return match["name"], rest[: JsonEnd().read(rest)]
     try:
         call: Any = json.loads(written, strict=False)
     except (ValueError, RecursionError):
@@ -365,11 +340,6 @@ def call_of(written: str) -> tuple[str, str]:
     if isinstance(arguments, str):
         return call["name"], arguments.encode("utf-8", "replace").decode()
     return call["name"], json.dumps({} if arguments is None else arguments)
-
-
-def _first_of(marks: Sequence[str], text: str, start: int = 0) -> int | None:
-    """Where the first of the marks begins from `start` on; None without one."""
-    return min((at for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
 
 
 HARMONY = "gpt-oss"
