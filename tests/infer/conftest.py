@@ -24,6 +24,7 @@ from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.lookup import NgramLookup
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
@@ -270,6 +271,7 @@ DSPARK_HEADS = {
     "dspark": {"markov_rank": 4},
     "dspark-shared": {"markov_rank": 4, "own_output": False, "confidence_with_markov": False},
     "dflash": {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "own_output": False},
+    "dspark-causal": {"markov_rank": 4, "causal": True},
 }
 
 
@@ -286,6 +288,12 @@ def build_small_dspark(target: Target, name: str = "dspark") -> DraftCheckpoint:
     )  # fmt: skip
     head = DSparkHead(config).eval().requires_grad_(False)
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)] if own else range(24), 24))
+
+
+def rows_of(engine: Engine, requests: Sequence[Request]) -> RoundRows:
+    """The rows of these requests on the device, as a drafter's `propose` takes them."""
+    states = engine._rounds.set_rows(requests)
+    return engine._rounds.state.rows(len(requests), max(length for _, length, _, _ in states))
 
 
 SHARED_HEADS = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.infer.conftest import DSPARK_HEADS, build_small_dspark
+from tests.infer.conftest import DSPARK_HEADS, build_small_dspark, rows_of
 from tests.infer.drafters.test_adaptive_drafter import PROBE, ScriptedChoice, paths
 from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
 from tests.infer.drafters.test_head_drafter import engine_after_steps
@@ -73,7 +73,9 @@ def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
         def attend(q, k, v):
             keys, values = (torch.cat(pair).transpose(0, 1) for pair in zip(next(layers), (k, v), strict=True))
             dense = torch.nn.functional.scaled_dot_product_attention
-            return dense(q.transpose(0, 1), keys, values, enable_gqa=True).transpose(0, 1)
+            sees = torch.ones(size, before + size, dtype=torch.bool)
+            sees = sees.tril(before) if head.config.causal else sees
+            return dense(q.transpose(0, 1), keys, values, attn_mask=sees, enable_gqa=True).transpose(0, 1)
 
         root = target.embed_tokens(torch.tensor(tokens[-1:])).expand(size, -1)
         at = before + torch.arange(size)
@@ -106,7 +108,7 @@ def test_blocks_are_those_of_the_whole_sequence(small_target, draft, steps):
     """A stale key (of an earlier block, say), a feature or a position of another token would change a draft."""
     engine = engine_after_steps(small_target, draft, "5,1,6", steps)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, rows_of(engine, engine._running))
     for row, request in enumerate(engine._running):
         wanted = block_of_the_text(small_target, draft, request.prompt_ids + request.output_ids, 5)
         assert tree.tokens[row].tolist() == wanted
@@ -130,7 +132,7 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
             requests.append(engine.add_request(ragged_prompts()[step], params))
         engine.step()
     with torch.inference_mode():
-        together = engine.drafter.inner.propose(requests, engine._rounds.set_rows(requests)[0])
+        together = engine.drafter.inner.propose(requests, rows_of(engine, requests))
     engine.close()
     for row, request in enumerate(requests):
         text = request.prompt_ids + request.output_ids
@@ -145,7 +147,7 @@ def test_trees_have_the_bias_of_each_path(small_target, draft):
     """All candidates of four levels. With the bias of another node's token, siblings' children would be alike."""
     engine = engine_after_steps(small_target, draft, "4,3,31", 5)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, rows_of(engine, engine._running))
     for row, request in enumerate(engine._running):
         levels = beams_of_the_text(small_target, draft, request.prompt_ids + request.output_ids, 4, 3)
         assert paths(tree, row)[1:] == sorted(path for level in levels for _, path in level)
