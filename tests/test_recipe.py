@@ -42,6 +42,16 @@ def test_demo_recipe_loads() -> None:
     assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
 
 
+def test_a_preset_is_a_kind_with_its_settings(tmp_path: Path) -> None:
+    """JetSpec by name; what the recipe gives itself stays."""
+    train = load_recipe(write(tmp_path, MINIMAL), ["train.head.kind=jetspec", "train.head.markov_rank=8"]).train
+    head = train.head
+    assert (head.kind, head.causal, head.markov_rank, train.unroll.step_decay) == ("dspark", True, 8, 1.0)
+    by_file = load_recipe(write(tmp_path, MINIMAL + "train: {head: {kind: jetspec}}\n")).train.head
+    assert (by_file.kind, by_file.causal, by_file.markov_rank) == ("dspark", True, 0)
+    assert "train.head.causal = true: only dspark heads" in refused(write(tmp_path, MINIMAL), "train.head.causal=true")
+
+
 # Layers of the targets whose recipes nobody can try here, as their configurations have them.
 LAYERS = {"llama-3.1-8b": 32, "qwen3-8b": 36, "qwen3-30b-a3b": 48}
 FIELDS = ("date:", "hardware:", "commit:")

@@ -6,6 +6,7 @@ A new kind is one file in heads/, `<kind>.py`, and one line here. `heads/draft_h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ HEAD_KINDS = {
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
     "dspark": HeadKind(
-        "DSparkHead", ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id"), block=True
+        "DSparkHead",
+        ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id", "head.causal"),
+        block=True,
     ),
     "mtp": HeadKind(
         "MtpHead",
@@ -42,6 +45,12 @@ HEAD_KINDS = {
         vocabulary="draft",
         normalised_steps=True,
     ),
+}
+
+# Further values of a recipe's train.head.kind: a kind with these settings of `train` where the recipe gives no others.
+# JetSpec's (arXiv 2606.18394) loss is the forward KL, which has the gradient of the default loss.
+HEAD_PRESETS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "jetspec": ("dspark", {"head": {"causal": True, "markov_rank": 0}, "unroll": {"step_decay": 1.0}}),
 }
 
 # Names of draft shapes. SGLang's settings for MTP modules (lmsys.org/blog/2025-07-17-mtp): 3 and 4 tokens, top-k 1.

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
+from toolkit.head_kinds import HEAD_PRESETS
 from toolkit.recipe_fields import EachOnce, HeadName, OneOrSome, ShapeOrAdaptive, Some, setting
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
 from toolkit.train_settings import TrainSettings
@@ -214,10 +215,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
         head_section = train.setdefault("head", {}) if isinstance(train, dict) else None
         if isinstance(head_section, dict):
             head_section.setdefault("kind", head)
+            _expand_preset(train, head_section)
         recipe = build(Recipe, tree)
     except RecipeError as error:
         raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
     return recipe
+
+
+def _expand_preset(train: dict[str, Any], head: dict[str, Any]) -> None:
+    """Put the kind and the settings of a preset (`HEAD_PRESETS`) in place of its name, where none are given."""
+    if head["kind"] not in HEAD_PRESETS:
+        return
+    head["kind"], settings = HEAD_PRESETS[head["kind"]]
+    for name, values in settings.items():
+        section = train.setdefault(name, {})
+        if isinstance(section, dict):  # else `build` says what is wrong
+            section |= {key: value for key, value in values.items() if key not in section}
 
 
 def result_settings(section: Any) -> dict[str, Any]:

@@ -40,7 +40,10 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    markov_rank: PositiveInt = setting(64, "dspark: rank of the bias of a token")
+    markov_rank: NonNegativeInt = setting(
+        64, "dspark: rank of the bias of a token; 0: no bias and no confidence, and the masks alone draft (DFlash)"
+    )
+    causal: bool = setting(False, "dspark: a place of the block sees no later one (JetSpec)")
     mask_token_id: NonNegativeInt | None = setting(None, "dspark: id of the masks; null: the last one")
     init: NewWeights = setting(
         "target",

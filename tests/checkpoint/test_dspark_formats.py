@@ -68,6 +68,9 @@ ROUND_TRIPS = [
     ("sglang", {**SHARED, **DFLASH}),
     ("sglang", {**SHARED, "confidence_with_markov": False}),
     ("toolkit", {}),
+    ("vllm", {**DFLASH, "causal": True}),
+    ("vllm", {"causal": True}),
+    ("toolkit", {"causal": True}),
 ]
 
 
@@ -114,8 +117,8 @@ class TestWhatLoadersRead:
         launch, _ = export(make(), "vllm", tmp_path / "o", tiny_facts, CHAIN)
         assert '"method": "dspark"' in launch and '"num_speculative_tokens": 5' in launch
         assert {"d2t", "lm_head.weight"} <= load_tensors(tmp_path / "o" / "model.safetensors").keys()
-        launch, _ = export(make(**DFLASH), "vllm", tmp_path / "f", tiny_facts, CHAIN)
-        assert '"method": "dflash"' in launch
+        launch, _ = export(make(**DFLASH, causal=True), "vllm", tmp_path / "f", tiny_facts, CHAIN)
+        assert '"method": "dflash"' in launch and config_of(tmp_path / "f")["dflash_config"]["causal"] is True
 
     def test_a_block_whose_first_place_drafts_nothing(self, make, tiny_facts, tmp_path):
         """SGLang's and vLLM's DSpark count drafts, speculators places."""
@@ -139,6 +142,8 @@ class TestWhatLoadersRead:
     [
         ("sglang", {}, "output matrix of its own, which cannot be written for sglang"),
         ("sglang", {**SHARED, "aux_layer_ids": (0, 2, 3)}, "supports only ids from 1 to"),
+        ("sglang", {**SHARED, **DFLASH, "causal": True}, "blocks are causal, and SGLang lets each place see its whole"),
+        ("speculators", {**DFLASH, "causal": True}, "blocks are causal, and speculators"),
     ],
 )
 def test_what_an_engine_would_change_is_refused(make, tiny_facts, tmp_path, to, variants, says):
@@ -229,6 +234,24 @@ def test_forms_of_others(publish, form, variants):
     check_same(draft, directory)
     assert not looks_like_target(config_of(directory))
     assert [one.line for one in open_head(directory).resolutions if one.warning] == []
+
+
+@pytest.mark.parametrize("name", ["causal_head", "causal", "is_causal"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_causal_blocks_by_all_names(publish, name, nested):
+    """JetSpec's, vLLM's and ASpec's. Read as a bidirectional head it would draft otherwise than it was trained."""
+    keys = {"target_layer_ids": [0, 1, 2], "mask_token_id": 7}
+    changes = {"dflash_config": {**keys, name: True}} if nested else {name: True}
+    draft, directory = publish("z-lab", changes, **DFLASH, causal=True)
+    check_same(draft, directory)
+    assert not [one.line for one in open_head(directory).resolutions if one.warning]
+    assert not open_head(directory, overrides={"causal": False}).head.config.causal
+
+
+def test_names_that_contradict_each_other_on_the_mask(publish):
+    _, directory = publish("z-lab", {"is_causal": True, "causal": False}, **DFLASH)
+    with pytest.raises(DraftDirError, match="causal is False and is_causal is True.*--set causal="):
+        open_head(directory)
 
 
 REFUSED = [

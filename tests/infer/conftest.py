@@ -226,9 +226,7 @@ def oracle() -> type[OracleDrafter]:
 def propose(engine: Engine, drafter: Drafter, requests: Sequence[Request]) -> DraftTree:
     """What `drafter` drafts next for the first running requests."""
     with torch.inference_mode():
-        states = engine._rounds.set_rows(requests)
-        rows = engine._rounds.state.rows(len(requests), max(length for _, length, _, _ in states))
-        return drafter.propose(requests, rows)
+        return drafter.propose(requests, rows_of(engine, requests))
 
 
 def finished(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
@@ -301,6 +299,7 @@ DSPARK_HEADS = {
     "dspark": {"markov_rank": 4},
     "dspark-shared": {"markov_rank": 4, "own_output": False, "confidence_with_markov": False},
     "dflash": {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "own_output": False},
+    "dspark-causal": {"markov_rank": 4, "causal": True},
 }
 
 
@@ -317,6 +316,12 @@ def build_small_dspark(target: Target, name: str = "dspark") -> DraftCheckpoint:
     )  # fmt: skip
     head = DSparkHead(config).eval().requires_grad_(False)
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)] if own else range(24), 24))
+
+
+def rows_of(engine: Engine, requests: Sequence[Request]) -> RoundRows:
+    """The rows of these requests on the device, as a drafter's `propose` takes them."""
+    states = engine._rounds.set_rows(requests)
+    return engine._rounds.state.rows(len(requests), max(length for _, length, _, _ in states))
 
 
 SHARED_HEADS = {

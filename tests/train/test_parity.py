@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.infer.conftest import rows_of
 from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.heads.dspark import DSparkHead
+from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
@@ -29,6 +32,8 @@ KINDS = {
     "mtp": {"kind": "mtp", "sliding_window": 9},
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
     "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
+    "causal": {"kind": "dspark", "layers": 2, "markov_rank": 8, "causal": True},
+    "jetspec": {"kind": "dspark", "layers": 2, "markov_rank": 0, "causal": True},
 }
 
 
@@ -98,7 +103,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
     scored, inner = [], rollout.logits
     monkeypatch.setattr(rollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, rows_of(engine, engine._running))
     assert len(scored) == STEPS
     for row, request in enumerate(engine._running):
         written = request.prompt_ids + request.output_ids
@@ -113,6 +118,56 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()
+
+
+@pytest.mark.parametrize("roots", [None, [1, 4, 5]], ids=["all", "anchors"])
+def test_a_causal_block_is_the_dense_form_and_its_gradient(tiny_target, roots):
+    """States and gradients by attention over context and block with a written mask; the other mask gives others."""
+    torch.manual_seed(3)
+    size, width, length = 4, tiny_target.config.hidden_size, 9
+    config = DSparkConfig.from_target_config(
+        tiny_target.config, vocab_size=tiny_target.vocab_size, draft_vocab_size=tiny_target.vocab_size,
+        aux_layer_ids=(1, 2, 3), num_hidden_layers=2, block_size=size, markov_rank=0, confidence=False,
+        confidence_with_markov=False, causal=True,
+    )  # fmt: skip
+    head = DSparkHead(config)
+    head.read_target(tiny_target.embed_tokens)
+    features, embeds = torch.randn(2, length, 3 * width), torch.randn(2, length, width)
+    anchors = None if roots is None else torch.tensor([roots, roots])
+    chosen = torch.arange(length).expand(2, -1) if anchors is None else anchors
+
+    def dense() -> torch.Tensor:
+        rows = []
+        for row in range(2):
+            known = head.first_hidden(features[row])
+            for root in chosen[row].tolist():
+                context: list[tuple[torch.Tensor, torch.Tensor]] = []
+                upto = known[: root + 1]
+                head.write_context(upto, torch.arange(root + 1), 99, lambda k, v, to=context: to.append((k, v)))
+                layers = iter(context)
+
+                def attend(q, k, v, layers=layers, root=root):
+                    k, v = (torch.cat(pair).transpose(0, 1) for pair in zip(next(layers), (k, v), strict=True))
+                    sees = torch.ones(size, root + 1 + size, dtype=torch.bool).tril(root + 1)
+                    found = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=sees, enable_gqa=True)
+                    return found.transpose(0, 1)
+
+                token = embeds[row, min(root + 1, length - 1)].expand(size, -1)
+                rows.append(head(token, token, root + 1 + torch.arange(size), attend, 99))
+        return torch.stack(rows).view(2, -1, size, width)
+
+    def unrolled() -> torch.Tensor:
+        return torch.stack(list(unroll_blocks(head, features, embeds, size, anchors=anchors)), dim=2)
+
+    found, wanted = unrolled(), dense()
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    parameters = [*head.fc.parameters(), *head.layers.parameters()]
+    weight = torch.randn_like(found)
+    gradients = [torch.autograd.grad((one * weight).sum(), parameters) for one in (found, wanted)]
+    torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-3)
+    head.config = replace(config, causal=False)
+    whole = unrolled()
+    assert all((whole[:, :, at] - found[:, :, at]).abs().max() > 1e-2 for at in range(size - 1))
 
 
 def test_a_copy_of_the_weights_forecasts_as_the_head_in_training(tiny_target, trained):

@@ -128,16 +128,14 @@ def measure_acceptance(
     with _modes(target, draft, shapes, most, config, forced, perfect) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
     judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
+    rows = tabulate(rounds, shapes, target, temperature, draft.kind, *judged)
     return make_record(
-        "acceptance",
-        command or command_line(),
-        settings,
-        **tabulate(rounds, shapes, target, temperature, draft.kind, *judged),
+        "acceptance", command or command_line(), settings, **rows,
         ceiling=None if perfect is None else ceiling_of(rounds, perfect),
         target=measured_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
-    )
+    )  # fmt: skip
 
 
 def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

@@ -51,12 +51,12 @@ BIAS_KEYS = {
     "enable_confidence_head": "confidence",
     "confidence_head_with_markov": "confidence_with_markov",
 }
+# Whether blocks are causal: as JetSpec, vLLM and NeMo AutoModel, and ASpec write it.
+CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 # Settings with the one value that the head computes; the first is written, of a head with a bias.
 FIXED: dict[str, Any] = {
     "markov_head_type": "vanilla",
-    **dict.fromkeys(
-        ("is_causal", "causal", "causal_head", "attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False
-    ),
+    **dict.fromkeys(("attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False),
     **dict.fromkeys(("use_gemma_norm", "add_swa_attention_sink_bias", "gating", "shift_label"), False),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0),
     **dict.fromkeys(("output_multiplier", "logit_scale", "attention_value_scale"), 1.0),
@@ -64,7 +64,7 @@ FIXED: dict[str, Any] = {
     **dict.fromkeys(("projector_type", "quantization_config"), None),
     "final_logit_softcapping": 0,
 }
-OWN_KEYS = {*LAYER_KEYS, *BIAS_KEYS, *FIXED, *NESTED} | {
+OWN_KEYS = {*LAYER_KEYS, *BIAS_KEYS, *CAUSAL_KEYS, *FIXED, *NESTED} | {
     "block_size", "mask_token_id", "mask_token", "num_target_layers", "sample_from_anchor", "dspark_bonus_anchor",
     "swa_window_size", "sliding_window_non_causal", "has_embed_tokens", "has_lm_head",
 }  # fmt: skip
@@ -92,6 +92,7 @@ def import_dspark(
     variants = _block(said, W1 in tensors, speculators, resolver) | _bias(
         said, tensors, shapes["hidden_size"], resolver
     )
+    variants["causal"] = _causal({**layer, **said}, resolver)
     mask = said.get("mask_token_id")
     if mask is None and not resolver.overridden("mask_token_id"):
         raise DraftDirError(
@@ -165,6 +166,16 @@ def _block(said: Mapping[str, Any], biased: bool, speculators: bool, resolver: R
     return {"block_size": block, "sample_from_anchor": bool(anchor)}
 
 
+def _causal(said: Mapping[str, Any], resolver: Resolver) -> bool:
+    """Whether a place of the block sees no later one. Raises `DraftDirError` where two keys differ."""
+    stated = {key: said[key] for key in CAUSAL_KEYS if said.get(key) is not None}
+    if len(set(stated.values())) > 1 and not resolver.overridden("causal"):
+        words = " and ".join(f"{key} is {value}" for key, value in stated.items())
+        raise DraftDirError(f"config.json: {words}; give the right one with --set causal=true or false")
+    key, value = next(iter(stated.items()), ("", False))
+    return resolver.settle("causal", value, f"as {key} states" if key else "not stated: places see their whole block")
+
+
 def _bias(said: Mapping[str, Any], tensors: Tensors, width: int, resolver: Resolver) -> dict[str, Any]:
     """The Markov bias and the confidence, by their tensors. Raises `WeightsError` where the config states others."""
     rank = tensors[W1].shape[-1] if W1 in tensors else 0
@@ -215,7 +226,11 @@ def _refuse(config: DSparkConfig, to: str, facts: TargetFacts) -> None:
     family = str(getattr(facts.config, "model_type", ""))
     ids, last = config.aux_layer_ids, facts.n_layers - (to == "sglang")
     why = None
-    if not config.markov_rank and config.sample_from_anchor:
+    if config.causal and to != "vllm":
+        engine = {"sglang": "SGLang", "speculators": "speculators"}[to]
+        why = f"its blocks are causal, and {engine} lets each place see its whole block: other, worse drafts; --to vllm"
+        why += " is possible"
+    elif not config.markov_rank and config.sample_from_anchor:
         why = "it has no Markov bias and drafts from its first place; DFlash drafts from the masks alone"
     elif not config.markov_rank and config.confidence:
         why = "it has a confidence and no Markov bias; DFlash has no confidence"
@@ -283,6 +298,8 @@ def _for_engines(
     nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
     keys = {**keys, "num_target_layers": facts.n_layers, "architectures": ["DFlashDraftModel"], **nested}
     keys |= {"block_size": config.block_size, "eagle_aux_hidden_state_layer_ids": inputs, "dflash_config": nested}
+    if config.causal:
+        keys["dflash_config"] = {**nested, "causal": True}
     if not is_dflash(config):
         keys |= {"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": not config.sample_from_anchor}
         keys["block_size"] = config.drafts_at_once  # there without a first place that drafts nothing

@@ -57,7 +57,7 @@ TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, bool),
         "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
         "tie_word_embeddings use_sliding_window parallel_drafting sample_from_anchor enable_confidence_head "
-        "confidence_head_with_markov",
+        "confidence_head_with_markov causal_head causal is_causal",
     ),
 }
 NEEDED = {key: (what, fits) for what, (fits, keys) in TYPES.items() for key in keys.split()}

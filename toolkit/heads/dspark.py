@@ -11,6 +11,8 @@ vocabulary, V target vocabulary, r rank of the Markov bias.
     DSpark predicts                    x_{t+2}      x_{t+3}       x_{t+1+b}
     DFlash predicts                    -            x_{t+2}       x_{t+b}
 
+In a causal head (JetSpec, arXiv 2606.18394) a query sees the places of its block up to its own.
+
 The layers are Qwen3's. A query is the target's embedding of x_{t+1} or of one mask token; the features reach it by the
 attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r,
 `markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none.
@@ -43,7 +45,7 @@ class DSparkConfig(AuxHeadConfig):
     """block_size: places of a block, b. markov_rank: r; 0 means no bias. mask_token_id: whose embedding the masks are.
     sample_from_anchor: the first place drafts too (DSpark), else the masks alone do (DFlash). confidence: the head says
     how sure a draft is; confidence_with_markov: from what the bias reads, too. own_output: the head has an output
-    matrix; else it scores by the target's.
+    matrix; else it scores by the target's. causal: a place of the block sees no later place.
 
     Raises ValueError for less than two places, a sliding window, a mask token outside of the vocabulary, a confidence
     that reads a bias which the head lacks, or a cut vocabulary without an output matrix.
@@ -52,7 +54,7 @@ class DSparkConfig(AuxHeadConfig):
     kind = "dspark"
     engine_names = EngineNames(sglang="DSPARK", vllm="dspark")
 
-    own_settings = ("markov_rank",)
+    own_settings = ("markov_rank", "causal")
 
     block_size: int = 4
     markov_rank: int = 64
@@ -61,6 +63,7 @@ class DSparkConfig(AuxHeadConfig):
     confidence: bool = True
     confidence_with_markov: bool = True
     own_output: bool = True
+    causal: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +93,10 @@ class DSparkConfig(AuxHeadConfig):
     def own_vocabulary(self) -> bool:  # type: ignore[override]
         return self.own_output
 
+    @classmethod
+    def variants(cls) -> frozenset[str]:
+        return super().variants() | {"causal"}
+
     @property
     def drafts_at_once(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
@@ -101,6 +108,12 @@ class DSparkConfig(AuxHeadConfig):
 
     def with_vocabulary(self, size: int) -> Self:
         return replace(self, draft_vocab_size=size, own_output=True)
+
+    @classmethod
+    def settings_fields(cls, settings: HeadSettings) -> dict[str, Any]:
+        """As of `AuxHeadConfig`. Without a bias the head is DFlash's, the one such form that other engines serve."""
+        dflash = dict.fromkeys(("sample_from_anchor", "confidence", "confidence_with_markov"), False)
+        return super().settings_fields(settings) | ({} if settings.markov_rank else dflash)
 
     @classmethod
     def from_settings(

@@ -305,5 +305,10 @@ class AuxHeadConfig(HeadConfig):
             aux_layer_ids=settings.aux_layer_ids or default_aux_layer_ids(n_layers),
             num_hidden_layers=settings.layers,
             sliding_window=settings.sliding_window,
-            **{name: getattr(settings, name) for name in cls.own_settings},
+            **cls.settings_fields(settings),
         )
+
+    @classmethod
+    def settings_fields(cls, settings: HeadSettings) -> dict[str, Any]:
+        """The kind's own fields in a new head with these settings."""
+        return {name: getattr(settings, name) for name in cls.own_settings}

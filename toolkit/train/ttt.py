@@ -16,7 +16,8 @@ A block drafter (`heads/dspark.py`) drafts at once what a chain drafts step by s
 supervision, losses and forecasts are those of a chain:
 
     step k, root t:   query    k = 0: x_{t+1} (ground truth)    k > 0: mask k            position t+1+k
-                      attends  keys of the features of positions 0..t, and all keys of its own block
+                      attends  keys of the features of positions 0..t, and all keys of its own block (of a causal head:
+                               those of steps 0..k)
                       bias     of the token x_{t+1+k} (ground truth)
                       predicts x_{t+2+k}
 
@@ -243,10 +244,11 @@ def _one_pass(
 
 
 class BlockAttention:
-    """The attention of one layer: first `write`, then one call. reach: the context that each query [B, Q] sees."""
+    """The attention of one layer: first `write`, then one call. reach: the context that each query [B, Q] sees, or, if
+    causal, that each root [B, N] sees. causal: a place sees its block up to itself, else the whole block."""
 
-    def __init__(self, batch: int, size: int, reach: KeyRange) -> None:
-        self.batch, self.size, self.reach = batch, size, reach
+    def __init__(self, batch: int, size: int, reach: KeyRange, *, causal: bool) -> None:
+        self.batch, self.size, self.reach, self.causal = batch, size, reach, causal
         self.context: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -256,9 +258,22 @@ class BlockAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [B*Q, kv*G, hd], k and v [B*Q, kv, hd] -> like q."""
         assert self.context is not None, "the context is written first"
+        if self.causal:
+            return self._causal(q, k, v)
         keys, values = ([one, *self._own(new)] for one, new in zip(self.context, (k, v), strict=True))
         out = MergedAttention.apply(self._by_head(q), self.reach, *keys, *values)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Place after place, since their queries see unlike numbers of keys: each b times [B, .., N, hd]."""
+        assert self.context is not None, "the context is written first"
+        queries, keys, values = (self._by_head(x).unflatten(2, (-1, self.size)).unbind(3) for x in (q, k, v))
+        known_keys, known_values = self.context
+        out = [
+            MergedAttention.apply(one, self.reach, known_keys, *keys[: at + 1], known_values, *values[: at + 1])
+            for at, one in enumerate(queries)
+        ]
+        return torch.stack(out, dim=3).flatten(2, 3).transpose(1, 2).flatten(0, 1)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
@@ -301,10 +316,11 @@ def unroll_blocks(
     first = starts.gather(1, roots)
     places = torch.arange(size, device=device).repeat(roots.shape[1])
     positions = (whole(roots - first) + 1 + places).flatten()
-    reach = KeyRange(whole(first), whole(roots))
+    causal = head.config.causal
+    reach = KeyRange(first, roots) if causal else KeyRange(whole(first), whole(roots))
 
     def run(features: torch.Tensor) -> torch.Tensor:
-        layers = [BlockAttention(batch, size, reach) for _ in head.layers]
+        layers = [BlockAttention(batch, size, reach, causal=causal) for _ in head.layers]
         hidden = head.first_hidden(features.flatten(0, 1))
         written, attending = iter(layers), iter(layers)
         head.write_context(hidden, (every - starts).flatten(), length + size, lambda k, v: next(written).write(k, v))

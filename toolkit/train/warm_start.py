@@ -431,7 +431,9 @@ def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSett
         "sliding_window": config.sliding_window,
     }
     read = {**has, "aux_layer_ids": config.features.aux_layer_ids}
-    read |= {name: getattr(config, name, getattr(HeadSettings, name)) for name in ("markov_rank", "mask_token_id")}
+    read |= {
+        name: getattr(config, name, getattr(HeadSettings, name)) for name in ("markov_rank", "mask_token_id", "causal")
+    }
     wrong = [name for name in changed(settings.head, *read) if getattr(settings.head, name) != read[name]]
     if wrong:
         said = "; ".join(f"train.head.{name} = {getattr(settings.head, name)} (it has {read[name]})" for name in wrong)

@@ -74,7 +74,9 @@ def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
         def attend(q, k, v):
             keys, values = (torch.cat(pair).transpose(0, 1) for pair in zip(next(layers), (k, v), strict=True))
             dense = torch.nn.functional.scaled_dot_product_attention
-            return dense(q.transpose(0, 1), keys, values, enable_gqa=True).transpose(0, 1)
+            sees = torch.ones(size, before + size, dtype=torch.bool)
+            sees = sees.tril(before) if head.config.causal else sees
+            return dense(q.transpose(0, 1), keys, values, attn_mask=sees, enable_gqa=True).transpose(0, 1)
 
         root = target.embed_tokens(torch.tensor(tokens[-1:])).expand(size, -1)
         at = before + torch.arange(size)

@@ -12,7 +12,8 @@ values of the target's features; those of the block stand after them for one pas
     cache          ..  f_{L-3}  f_{L-2}   x_{L-1}   mask 1   ..   mask b-1
     scores of                             level 1   level 2  ..   level b
 
-A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1.
+A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1. Places of a block see each
+other as in training: all of them, or of a causal head those before.
 
 In a tree the nodes of a level differ by the bias of their own token alone.
 """
@@ -122,7 +123,10 @@ class BlockRollout(DraftRollout):
     def __init__(
         self, reader: BlockReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, levels: int
     ) -> None:
-        self._size, self._lengths, self._levels_drafted = block_of(reader.head).config.block_size, rows.lengths, levels
+        config = block_of(reader.head).config
+        self._size, self._causal, self._lengths, self._levels_drafted = (
+            config.block_size, config.causal, rows.lengths, levels
+        )  # fmt: skip
         self._first_draft = self._size - reader.head.config.drafts_at_once
         # The room of the nodes that a chain of so many levels would add.
         super().__init__(reader, rows, tokens, hidden, carry, levels=self._size)
@@ -161,7 +165,7 @@ class BlockRollout(DraftRollout):
         at = (self._roots - back).clamp(min=0)
         lengths, self._before = self._lengths - back, self.tokens.gather(1, at)
         hidden = self.states.gather(1, at[:, :, None].expand(-1, -1, self.states.shape[2]))
-        places, sees = _block(self._size, lengths.device)
+        places, sees = _block(self._size, lengths.device, causal=self._causal)
         sees = sees.expand(len(lengths), -1, -1)
         metadata = tree_metadata(self._reader.caches[0], self._table, lengths, self._reach, sees, None)
         states = self._reader.draft(self._before, hidden, lengths[:, None] + places, metadata, self._reach)
@@ -170,9 +174,11 @@ class BlockRollout(DraftRollout):
 
 
 @cache  # never freed: recorded rounds read them
-def _block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns 0 .. size-1, and which places of a block each of them attends to: all, [size, size] bool."""
-    return torch.arange(size, device=device), torch.ones(size, size, dtype=torch.bool, device=device)
+def _block(size: int, device: torch.device, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns 0 .. size-1, and which places of a block each of them attends to, [size, size] bool: all, or none later
+    than itself."""
+    every = torch.ones(size, size, dtype=torch.bool, device=device)
+    return torch.arange(size, device=device), every.tril() if causal else every
 
 
 class BlockDrafter(HeadDrafter):
