@@ -20,7 +20,7 @@ from toolkit.data.conversations import Conversation
 from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerError, ServerPool, same_model, server_urls
-from toolkit.jsonl import DataError, read_rows
+from toolkit.jsonl import read_rows
 from toolkit.recipe import RolloutSettings
 from toolkit.targets.facts import ServedTarget
 
@@ -359,8 +359,8 @@ def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) 
 
 
 def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, write, tmp_path, caplog) -> None:
-    """Its card states no context length. Even if the first request is refused, the others are answered; where all are,
-    the run ends with an error."""
+    """Its card states no context length. Even if the first request is refused, the others are answered; where the first
+    20 are, the run ends with an error."""
     server, refused = start(), (0, 5)
     server.cards = [{"id": "tiny"}]
     given = list(PROMPTS)
@@ -377,7 +377,8 @@ def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, write, tmp_pat
     assert write(start(), given=given)["skipped"] == {}, "a server with more room is not asked"
     (tmp_path / "r.jsonl").unlink()
     server.fault = lambda number: (400, {}, {"error": {"message": "top_k is wrong"}})
-    with pytest.raises(DataError, match="none of 24 conversations .*refused"):
+    server.asked.clear()
+    with pytest.raises(ServerError, match="top_k is wrong.*so it did to the first 20 requests"):
         write(server)
 
 

@@ -121,10 +121,10 @@ def measure_acceptance(
         "check_tokens": check_tokens,
         **_engine_settings(config, target, forced),
     }
-    kept = None if keep is None else _resume_log(keep, target, draft, settings)
+    perfect = _perfect_depth(target, draft, shapes, most, forced)
+    kept = None if keep is None else _resume_log(keep, target, draft, {**settings, "perfect": perfect})
     turns: Any = {"batch": config.max_running_requests, "warmup": warmup, "keep": kept, "on_progress": on_progress}
     config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
-    perfect = _perfect_depth(target, draft, shapes, most, forced)
     with _modes(target, draft, shapes, most, config, forced, perfect) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
     judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)

@@ -154,15 +154,14 @@ def _answer_group(
             history.append(_user(prompt.turns[turn]))
             ids = tuple(prompt_ids(tokenizer, history))
             questions.append(Question(prompt, turn, ids, sampling.params(prompt, turn)))
-        # Perfect drafts are plain decoding's answers, so they come last.
-        for mode in sorted(rotated(modes, place + turn), key=lambda one: one.name == PERFECT):
+        last = [one for one in modes if one.name == PERFECT]  # its drafts are plain decoding's answers
+        for mode in [*rotated([one for one in modes if one.name != PERFECT], place + turn), *last]:
             done = _answer(mode, questions)
             yield done
             if done.mode == PLAIN:
                 known = {answer.question.prompt_ids: answer.output_ids for answer in done.answers}
-                for one in modes:
-                    if one.name == PERFECT:
-                        one.engine.drafter.answers = known  # type: ignore[attr-defined]
+                for one in last:
+                    one.engine.drafter.answers = known  # type: ignore[attr-defined]
             for answer in done.answers if mode.name == PLAIN else ():
                 text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
                 histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})

@@ -34,6 +34,7 @@ RETRIES = 12  # of the client for one request: about a minute
 REST_S = 10.0  # of a server that failed them all
 READ_TIMEOUT_S = 600.0  # and a second for each token of an answer
 TOO_LONG = (400, 413)  # what servers say to a prompt beyond their context, and to other requests that they cannot read
+MOST_REFUSED = 20  # requests, of a server that answers none: it is not their prompts
 LATER = (408, 409, 425, 429)  # these, and all from 500, may succeed later
 # Sampling by temperature and top_p alone: the defaults of servers come from the target's generation config.
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -45,6 +46,10 @@ class ServerError(ValueError):
 
 class _Failed(Exception):
     """A request failed, and may succeed later, here or on another server."""
+
+
+class _Busy(_Failed):
+    """A server has no room now; it is not down."""
 
 
 class _Refused(ServerError):
@@ -133,6 +138,10 @@ class ServerPool:
                 index = await todo.get()
                 try:
                     done.put_nowait((index, await server.answer(requests[index])))
+                except _Busy as error:
+                    todo.put_nowait(index)
+                    logger.warning("%s is busy (%s); the request is asked again in %.0f s", server.url, error, REST_S)
+                    await asyncio.sleep(REST_S)
                 except _Failed as error:
                     todo.put_nowait(index)
                     logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
@@ -179,7 +188,7 @@ class _Server:
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
         self.lock = asyncio.Lock()
-        self._refuses = False  # some prompt
+        self._refused, self._answers = 0, False  # requests; whether it has answered any
         end_of_turn = end_of_turn_id(target.tokenizer)
         self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
@@ -240,8 +249,10 @@ class _Server:
         try:
             reply = await self._ask("/completions", body)
         except _Refused as error:
-            if not self._refuses:
-                self._refuses = True
+            self._refused += 1
+            if self._refused >= MOST_REFUSED and not self._answers:
+                raise ServerError(f"{error}; so it did to the first {self._refused} requests") from error
+            if self._refused == 1:
                 logger.warning("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
             return GenerationResult([], REFUSED, server=self.provenance)
         try:
@@ -253,6 +264,7 @@ class _Server:
             raise ServerError(
                 f"{self.url}/completions answers in another form than OpenAI's: {_short(reply)}"
             ) from error
+        self._answers = True
         if model != self.model:
             raise ServerError(f"{self.url} was asked for the model {self.model!r}, but {model!r} answered")
         if reason not in ("stop", "length"):  # it shuts down, for example
@@ -288,7 +300,7 @@ class _Server:
         except APIStatusError as error:
             said = f"status {error.status_code}: {_short(error.response.text)}"
             if error.status_code in LATER or error.status_code >= 500:
-                raise _Failed(said) from error
+                raise (_Busy if error.status_code == 429 else _Failed)(said) from error
             hint = "; set OPENAI_API_KEY to its key" if error.status_code in (401, 403) else ""
             kind = _Refused if error.status_code in TOO_LONG else ServerError
             raise kind(f"{self.url}{path} refuses ({said}){hint}") from error

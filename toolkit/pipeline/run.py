@@ -294,10 +294,8 @@ def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = Tr
 
 
 def _files_of(prompts: Sequence[str] | None) -> list[str]:
-    """The prompts that are files; benchmarks count by their name."""
-    from toolkit.bench.prompts import BENCHMARKS
-
-    return [one for one in prompts or () if one not in BENCHMARKS]
+    """The prompts that are files; benchmarks count by their name, without a suffix."""
+    return [one for one in prompts or () if Path(one).suffix or Path(one).exists()]
 
 
 def local_files(name: str | None, what: str, patterns: Sequence[str]) -> dict[str, Path]:

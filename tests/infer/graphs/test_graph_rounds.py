@@ -127,6 +127,24 @@ def test_graphs_where_pages_run_out(small_target, build, recording):
     graphed.close(), eager.close()
 
 
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_capture_after_a_round_with_the_host(small_target, build, recording, at_start):
+    """The rows of that round are gone: a capture at the begin of a later round, or for another shape, must not set
+    them again."""
+    engines = [
+        engine_with(small_target, build("eagle3"), "3,1,4", one, short_lived=not at_start) for one in (recording, None)
+    ]
+    asking = [SamplingParams(max_tokens=3 + i, logprobs=1) for i in range(4)]
+    found = []
+    for engine in engines:
+        engine.generate([[5, 6, 7], [8, 9], [3, 4, 5, 6], [9]], asking)
+        engine.generate([[7, 8]], SamplingParams(max_tokens=9))
+        engine.set_shape(DraftShape.parse("2,1,3"))
+        found.append([one.output_ids for one in engine.generate([[7, 8, 9]], SamplingParams(max_tokens=9))])
+        engine.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_another_shape_is_another_recording(small_target, build, recording):
     """A wider shape leaves more to read for the next round, so that what was recorded before reads old memory."""

@@ -199,7 +199,8 @@ def _is_packed(layer: Any, hidden: int) -> bool:
     packed = all(isinstance(one, BlockedLinear) and one.blocked for one in linears)
     parts = (one for one in layer.modules() if one is not layer)
     hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts)
-    if hooked or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
+    others = {one.dtype for one in layer.parameters()} - {torch.bfloat16}  # norms are read by address
+    if hooked or others or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
         return False
     lanes = mlp.gate_proj.blocks.shape[2] // 2
     return bool(attention.head_dim % (2 * lanes) == 0 and hidden % lanes == 0)

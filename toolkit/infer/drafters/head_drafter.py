@@ -211,7 +211,8 @@ class HeadDrafter(Drafter):
             self.pending = Pending(None, None)
             return root_only(rows.roots)
         shape = DraftShape.covering(drafted)  # one rollout for the batch; each row keeps its part
-        tree = None if self.why_eager(requests, own) else self.recorded_draft(shape)
+        # Requests choose shapes of their own; a graph of each would take memory without a limit.
+        tree = None if shape != self.shape or self.why_eager(requests, own) else self.recorded_draft(shape)
         if tree is None:
             sampling = draft_sampling_for(requests, self.to_target, self._draws)
             within = DraftMasks.of(requests, self.to_target)

@@ -326,7 +326,7 @@ class Rounds:
         sampler, graphs, context = self._sampler, self.graphs, self._context
         rows = self.state.rows(len(requests), max(length for _, length, _, _ in states))
         if graphs is not None:
-            graphs.rows_lost = lambda: self.set_rows(requests)
+            graphs.rows_lost = lambda: self._set_again(requests)
             self.state.set_sampling(requests)
         tree = sampler.cut(drafter.propose(requests, rows))
         proposed, count, choices = time.perf_counter(), len(requests), None
@@ -345,6 +345,11 @@ class Rounds:
         read = partial(read_result, followed, None if choices is None else choices.extra)
         logprobs = None if choices is None else choices.logprobs
         return InFlight(requests, states, read, None, logprobs, began, proposed)
+
+    def _set_again(self, requests: list[Request]) -> None:
+        """Set the rows after a capture in the middle of their round, which changes them before the host reads it."""
+        self.set_rows(requests)
+        self.state.forget_rows(len(requests))
 
     def _replay(self, requests: list[Request], states: list[RowState] | None, kind: Kind) -> InFlight:
         """Launch a round whose parts are all graphs."""

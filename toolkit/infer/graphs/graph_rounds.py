@@ -130,7 +130,7 @@ class GraphRounds:
     def record_at_start(self) -> None:
         """Capture the rounds of the current draft shape, unless parts are captured at their first use. No round may be
         in flight. The largest are captured first, so that the smaller ones reuse their memory."""
-        started = time.perf_counter()
+        started, self.rows_lost = time.perf_counter(), lambda: None
         shape = None if self._head is None else self._head.shape
         self._hold()
         if self._short_lived or (shape is None and self._needs_host):
@@ -162,6 +162,7 @@ class GraphRounds:
     def begin(self, requests: Sequence[Request]) -> Kind | None:
         """Begin a round. Returns its kind if all of its parts are graphs."""
         self._count, self._bucket, self._draft = len(requests), self._bucket_of(len(requests)), None
+        self.rows_lost = lambda: None  # the caller sets the rows after this
         self._hold()
         kind = self.kind_of(requests)
         return None if kind is None or any(self._part(part) is None for part in kind.parts) else kind
@@ -188,7 +189,9 @@ class GraphRounds:
             return None
         recorded.replay()
         tree, pending = recorded.result
-        head.pending = Pending([0] * self._count, pending.carry)
+        # A copy: all graphs share one memory, and a forward that was captured before this draft may write over it.
+        carry = pending.carry.clone() if pending.carry.shape[1] else pending.carry
+        head.pending = Pending([0] * self._count, carry)
         self._draft, self._source = _first_rows(tree, self._count), shape
         return self._draft
 

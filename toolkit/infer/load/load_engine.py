@@ -183,7 +183,7 @@ def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -
         winners = search.winners(most)
         if recorded and config.cuda_graph_max_bs is not None:
             winners = {}
-        elif recorded:  # graphs have one shape: the fastest of the largest batch
+        elif recorded:  # rounds of one shape need no host: the fastest of the largest batch
             best = set(winners[min(winners)].values())
             if best == {PLAIN}:
                 logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
