@@ -224,7 +224,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
 
 def _expand_preset(train: dict[str, Any], head: dict[str, Any]) -> None:
     """Put the kind and the settings of a preset (`HEAD_PRESETS`) in place of its name, where none are given."""
-    if head["kind"] not in HEAD_PRESETS:
+    if not isinstance(head["kind"], str) or head["kind"] not in HEAD_PRESETS:  # `build` refuses what is no text
         return
     head["kind"], settings = HEAD_PRESETS[head["kind"]]
     for name, values in settings.items():
