@@ -77,7 +77,7 @@ class Kind:
 
 
 class GraphRounds:
-    """The graphs of one engine; those of its own draft shape and of plain decoding are captured when it is built.
+    """The graphs of one engine; those of its own draft shape, or of plain decoding, are captured when it is built.
 
     forward, finish: the parts of a round (engine/round.py); they run on `state`. head: the drafter with a head, if any;
     drafter: the engine's, around it. rows: the engine's largest batch. cuda_graph_max_bs: larger rounds run eagerly.
