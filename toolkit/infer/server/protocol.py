@@ -317,7 +317,7 @@ class ResponseFormat(Strict):
 # -- chats and completions ---------------------------------------------------------------------------------------------
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-# Field -> neutral values, see Strict; of both endpoints, and of chats.
+# Field -> neutral values, see Strict; of both endpoints, of chats, of completions.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(LABELS, (ANY,)),
     "prediction": (ANY,),  # of the answer: it may make it faster, never another one
@@ -331,6 +331,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "best_of": (1,), "echo": (False,)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+}
 
 
 class StreamOptions(Strict):
@@ -491,7 +499,7 @@ class CompletionRequest(GenerationFields):
     best_of: answers that are written, of which those `n` of the largest mean log-probability are returned.
     """
 
-    neutral = NEUTRAL
+    neutral = COMPLETION_NEUTRAL
     prompt: Text | list[Text] | list[int] | list[list[int]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
