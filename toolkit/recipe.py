@@ -31,7 +31,9 @@ DEMO_RECIPE = REPOSITORY / "recipes" / "smollm2-135m.yaml"  # of a clone; an ins
 class TargetSettings:
     """The model whose output must be reproduced: demo name, hub id, directory or GGUF file."""
 
-    model: str = field(metadata={"meaning": "smollm2-135m (the demo target), a hub id, a directory or a .gguf file"})
+    model: str = field(
+        metadata={"meaning": "the demo target smollm2-135m, a hub id, a directory, a .gguf file, or stand-in:NAME"}
+    )
     revision: str | None = setting(None, "revision of a model on a hub; null: main")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",

@@ -7,8 +7,9 @@ import json
 import shlex
 from pathlib import Path
 
+from toolkit.pipeline.rehearsal import estimate, rehearsed
 from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run, run_recipe
-from toolkit.recipe import load_recipe, print_config
+from toolkit.recipe import print_config
 from toolkit.train_settings import changed
 
 HELP = "run all stages of a recipe that are not up to date, from prompts to report"
@@ -31,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the stages, prints their results and the commands that use the head."""
-    recipe = load_recipe(args.recipe, args.overrides)
+    recipe, whole, overrides = rehearsed(args.recipe, args.overrides)
     if args.print_config:
         print_config(recipe)
         return 0
     trains = args.until not in ("prompts", "rollouts", "token_map")
-    job = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
+    job = Run(recipe, args.recipe, tuple(overrides), processes=args.num_processes, trains=trains)
     outcomes = run_recipe(job, force=args.force, until=args.until)
     if outcomes[-1].stage == "report":
-        print(next_steps(job))
+        print(next_steps(job) if whole is None else "\n" + estimate(job, whole, outcomes))
     return 0
 
 

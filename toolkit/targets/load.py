@@ -32,6 +32,7 @@ from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.log import get_logger
 from toolkit.targets.chat_templates import choose_template
 from toolkit.targets.gguf_file import DEMO_NAME, converted_gguf, demo_directory, without_progress_bars
+from toolkit.targets.stand_in import is_stand_in, random_model, stand_in_directory
 from toolkit.targets.target import Target, comparable_config
 
 
@@ -87,7 +88,7 @@ def read_target(
     chat_template: str | None = None,
     auto_dtype: Callable[[PretrainedConfig], torch.dtype] = stated_dtype,
 ) -> Target:
-    """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
+    """Load a target by the demo's name, hub id (org/name, org/name@revision), directory, .gguf path or stand-in:NAME.
 
     dtype: "bfloat16", "float16", "float32", or "auto", which calls auto_dtype. revision: of a hub id. The revision of
     the demo and of GGUF files is the file's hash; if given, it must match. The name of a local target is its absolute
@@ -102,7 +103,10 @@ def read_target(
     tokenizer = _load_tokenizer(source, resolved)
     template = choose_template(tokenizer, chat_template, name)
     wanted = DTYPES.get(dtype) or auto_dtype(config)
-    model = _load_model(source, resolved, config, wanted)
+    if is_stand_in(name):
+        model = random_model(config, wanted, device)
+    else:
+        model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
@@ -170,6 +174,8 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     path = Path(name).expanduser()
     if name == DEMO_NAME:  # a folder of that name is ./smollm2-135m
         directory = demo_directory()
+    elif is_stand_in(name):
+        directory = stand_in_directory(name)
     elif path.suffix == ".gguf":
         if not path.is_file():
             raise TargetError(f"target {name}: no such GGUF file; give the path of an existing .gguf")
