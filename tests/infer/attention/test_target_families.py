@@ -15,7 +15,6 @@ from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.attention import target_forward
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
@@ -179,8 +178,8 @@ def greedy_after(target: Target, prompt: list[int], answer: list[int]) -> list[i
         return target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
 
 
-LITTLE = MemorySettings(160, chunked_prefill_size=60)  # prefixes are kept, prompts cut, and pages run out
-AMPLE = MemorySettings(prefix_cache=False)
+LITTLE = {"max_total_tokens": 160, "chunked_prefill_size": 60}  # prefixes are kept, prompts cut, and pages run out
+AMPLE = {"prefix_cache": False}
 
 
 @pytest.mark.parametrize("family", TYPICAL)
@@ -202,7 +201,7 @@ def test_heads_on_family_are_exact(family, small_target):
         draft = HEADS[head](target)
         for shape in ("3,1,4", "3,4,14"):
             memory, count, tokens = (LITTLE, 4, 36) if shape == little else (AMPLE, 16, 10)
-            engine = Engine(target, draft, DraftShape.parse(shape), context_length=80, memory=memory)
+            engine = Engine(target, draft, DraftShape.parse(shape), context_length=80, **memory)
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             done = engine.generate(prompts[:1], params) + engine.generate(prompts[:count], params)
             engine.check_integrity()
@@ -226,10 +225,8 @@ def test_family_is_exact_with_little_memory(family, small_target, reference):
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     head = build_head(target)
     for draft, shape, room in ((head, "3,4,14", 240), (head, "3,1,4", 208), (NgramLookup(), "3,1,4", 224)):
-        memory = MemorySettings(room, chunked_prefill_size=7)
-        engine = Engine(
-            target, draft, DraftShape.parse(shape), max_running_requests=5, context_length=128, memory=memory
-        )
+        memory = {"max_total_tokens": room, "chunked_prefill_size": 7}
+        engine = Engine(target, draft, DraftShape.parse(shape), max_running_requests=5, context_length=128, **memory)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
         assert finished(engine, requests) == wanted
         assert sum(request.cached_tokens for request in requests) >= 2 * 32
@@ -251,9 +248,8 @@ def test_family_is_exact_in_compiled_rounds(family, small_target, reference, mon
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5)]
     monkeypatch.setattr(compiled_forward, "BACKEND", "eager")
-    memory = MemorySettings()
     engine = Engine(
-        target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, memory=memory, capture=again,
+        target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, capture=again,
         torch_compile=True,
     )  # fmt: skip
     requests = engine.generate(prompts, SamplingParams(max_tokens=24))
@@ -282,8 +278,8 @@ def test_family_is_exact_on_a_gpu(family, small_target, reference):
     wanted = [reference(target, prompt, 24) for prompt in prompts]
     head = build_head(target)
     head.head.to("cuda")
-    memory = MemorySettings(464, chunked_prefill_size=12)
-    engine = Engine(target, head, DraftShape.chain(3), max_running_requests=5, context_length=128, memory=memory)
+    memory = {"max_total_tokens": 464, "chunked_prefill_size": 12}
+    engine = Engine(target, head, DraftShape.chain(3), max_running_requests=5, context_length=128, **memory)
     accepted = 0
     for shape in ("3,1,4", "3,4,14"):
         engine.set_shape(DraftShape.parse(shape))
