@@ -1,16 +1,8 @@
-"""Steps of training on a CUDA device that is not there. A program, since it patches torch:
-
-    python -m tests.pretend_cuda.training_cases eagle3 eagle3-window,pack ..
-
-Prints one JSON object: by case and precision, how far losses and trained weights are from the CPU's (relative), what
-the last step read and uploaded, and which of the package's kernels it launched.
-"""
+"""Steps of training on a CUDA device that is not there."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,22 +86,20 @@ def train(case: str, precision: str, target: Target) -> Trained:
     return Trained([one.tolist() for one in losses], weights.cpu(), waits, launches)
 
 
-def compare(cases: list[str]) -> dict[str, dict[str, Any]]:
+def compare_training(case: str) -> dict[str, dict[str, Any]]:
+    """By precision, how far losses and trained weights are from the CPU's (relative), what the last step read and
+    uploaded, and which of the package's kernels it launched."""
     host, found = build_target(), {}
-    wanted = {(case, precision): train(case, precision, host) for case in cases for precision in ("fp32", "bf16")}
+    wanted = {precision: train(case, precision, host) for precision in ("fp32", "bf16")}
     with pretended_cuda(), training_on_references():
         target = replace(host, model=copy.deepcopy(host.model).to("cuda"))
-        for (case, precision), theirs in wanted.items():
+        for precision, theirs in wanted.items():
             ours = train(case, precision, target)
             mine, own = (torch.tensor(one.losses, dtype=torch.float64) for one in (ours, theirs))
-            found[f"{case} {precision}"] = {
+            found[precision] = {
                 "losses": ((mine - own).abs() / own.abs()).max().item(),
                 "weights": ((ours.weights - theirs.weights).norm() / theirs.weights.norm()).item(),
                 "waits": ours.waits,
                 "kernels": [name for name in KERNELS if name in ours.launches],
             }
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(compare(sys.argv[1:])))
