@@ -87,7 +87,7 @@ def launches_of(target: Target, one: Round) -> dict[str, int]:
         parts = Kind(ROWS, engine.shape, one.cut).parts
         assert all([graphs._part(part) for part in parts]), "a part was not recorded; the log says why"
     engine.close()
-    return {type(part).__name__.lower(): count for part, count in zip(parts, capture.counts, strict=True)}
+    return {part.what: count for part, count in zip(parts, capture.counts, strict=True)}
 
 
 def counted() -> dict[str, dict[str, int]]:

@@ -18,8 +18,6 @@ from toolkit.infer.kernels.tree_reference import ancestor_mask
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 1.0, -0.5, 2.0])
 KNOBS = [  # window, softcap, sinks, width of values
     (None, None, None, 8),
-    (4, None, None, 8),
-    (None, 2.0, None, 8),
     (None, None, SINKS, 5),
     (4, 2.0, SINKS, 11),
 ]

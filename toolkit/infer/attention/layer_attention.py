@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,9 @@ from transformers import AttentionInterface
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.kernels.paged_reference import Scoring
 
-
-class LayerCall(NamedTuple):
-    """Arguments of a layer's attention call other than queries, keys, values and scoring. others: keywords that this
-    module does not know, including those of the model's own forward."""
-
-    mask: Tensor | None
-    dropout: float
-    others: dict[str, Any]
-
-
-# layer module, q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], scoring, call -> [B, N, Hq, Dv]
-LayerAttention = Callable[[Any, Tensor, Tensor, Tensor, Scoring, LayerCall], Tensor]
+# layer module, q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], scoring, other keywords of the call, those of the
+# model's forward among them -> [B, N, Hq, Dv]
+LayerAttention = Callable[[Any, Tensor, Tensor, Tensor, Scoring, dict[str, Any]], Tensor]
 
 
 def register_attention(name: str, attend: LayerAttention) -> None:
@@ -49,14 +40,13 @@ def register_attention(name: str, attend: LayerAttention) -> None:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         *,
-        dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-        return attend(module, query, key, value, scoring, LayerCall(attention_mask, dropout, others)), None
+        return attend(module, query, key, value, scoring, {"attention_mask": attention_mask} | others), None
 
     AttentionInterface.register(name, attention)
 
@@ -104,7 +94,7 @@ _library.impl("attend", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit::attend", _shape)
 
 
-def _opaque(_module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, _call: LayerCall) -> Tensor:
+def _opaque(_module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, _others: Any) -> Tensor:
     return torch.ops.toolkit.attend(q, k, v, *scoring)
 
 

@@ -31,9 +31,6 @@ from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import (
     SAMPLING_KINDS,
     Capture,
-    Choice,
-    Draft,
-    Forward,
     HostTree,
     Part,
     Recorded,
@@ -57,7 +54,7 @@ ROOTS = HostTree(1, True)  # the trees of plain decoding
 
 @dataclass(frozen=True)
 class Kind:
-    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Choice`."""
+    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Part`."""
 
     bucket: int
     shape: DraftShape | None
@@ -71,9 +68,10 @@ class Kind:
     @property
     def parts(self) -> list[Part]:
         """In the order of their replay."""
-        source: Source = self.shape or ROOTS
-        drafts = [] if self.shape is None else [Draft(self.bucket, self.shape)]
-        return [*drafts, Forward(self.bucket, source), Choice(self.bucket, source, self.cut)]
+        parts = [Part("choice", self.bucket, self.shape or ROOTS, self.cut)]
+        while (before := parts[0].before) is not None:
+            parts.insert(0, before)
+        return parts
 
 
 class GraphRounds:
@@ -138,13 +136,15 @@ class GraphRounds:
         cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
         parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
-        before = len(self.recordings)
+        before = len(self.recordings.made)
         with Progress(len(parts), "recording CUDA graphs", "graph") as bar:
             for part in parts:
-                if all(one in self.recordings for one in _before(part)):  # else it is tried again at its first use
+                if (
+                    part.before is None or part.before in self.recordings.made
+                ):  # else it is tried again at its first use
                     self._part(part)
                 bar.update()
-        if (made := len(self.recordings) - before) > 0:
+        if (made := len(self.recordings.made) - before) > 0:
             rows = ", ".join(map(str, self.buckets))
             logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s", made, rows, time.perf_counter() - started)
 
@@ -174,7 +174,7 @@ class GraphRounds:
     def replay(self, kind: Kind) -> Tensor:
         """Launch all parts. Returns `AcceptedPath.numbers` of the accepted paths."""
         for part in kind.parts:
-            recorded = self.recordings.made(part)
+            recorded = self.recordings.made[part]
             recorded.replay()
         numbers: Tensor = recorded.result
         return numbers
@@ -185,7 +185,7 @@ class GraphRounds:
         """Draft `shape` in every row of the current round. None if no graph does."""
         head = self._head
         assert head is not None
-        if self._bucket is None or (recorded := self._part(Draft(self._bucket, shape))) is None:
+        if self._bucket is None or (recorded := self._part(Part("draft", self._bucket, shape))) is None:
             return None
         recorded.replay()
         tree, pending = recorded.result
@@ -206,7 +206,7 @@ class GraphRounds:
             return None
         if tree is not self._draft:
             self._source = HostTree.holding(tree.nodes, tree.is_chain)
-        recorded = self._part(Forward(self._bucket, self._source))
+        recorded = self._part(Part("forward", self._bucket, self._source))
         if recorded is None:
             return None
         if isinstance(self._source, HostTree) and self._source != ROOTS:
@@ -222,7 +222,7 @@ class GraphRounds:
         assert self._bucket is not None
         if self._why_eager_choice(requests) is not None:
             return None
-        recorded = self._part(Choice(self._bucket, self._source, _cut(requests)))
+        recorded = self._part(Part("choice", self._bucket, self._source, _cut(requests)))
         if recorded is None:
             return None
         recorded.replay()
@@ -277,7 +277,7 @@ class GraphRounds:
         """The recording of a part, captured if it is new: it runs on padding rows, then the round's are set again.
 
         None if it or a part before it could not be captured."""
-        if any(self._part(one) is None for one in _before(part)):
+        if part.before is not None and self._part(part.before) is None:
             return None
         tried, head = self.recordings.tried, self._head
         pending = None if head is None else head.pending
@@ -292,37 +292,28 @@ class GraphRounds:
     def _run(self, part: Part, rows: RoundRows) -> Any:
         """Run a part on rows whose number is that of its bucket."""
         head = self._head
-        if isinstance(part, Draft):
-            assert head is not None
-            own, unread = [part.shape] * part.bucket, part.shape.num_steps + 1
-            return head.draft(rows, part.shape, own, DraftSampling(), unread), head.pending
+        if part.what == "draft":
+            assert head is not None and isinstance(shape := part.source, DraftShape)
+            return head.draft(rows, shape, [shape] * part.bucket, DraftSampling(), shape.num_steps + 1), head.pending
         tree, pending = self._trees(part.bucket, part.source, rows)
-        if isinstance(part, Forward):
+        if part.what == "forward":
             return self._forward(rows, tree)
-        forward = self.recordings.made(Forward(part.bucket, part.source))
+        states = self.recordings.made[Part("forward", part.bucket, part.source)].result
         if head is not None and pending is not None:
             head.pending = pending
         sampler = recorded_sampler(self._state, part.bucket, part.cut)
-        return self._finish(rows, tree, forward.result, sampler, keep=pending is not None)[0].numbers
+        return self._finish(rows, tree, states, sampler, keep=pending is not None)[0].numbers
 
     def _trees(self, bucket: int, source: Source, rows: RoundRows) -> tuple[DraftTree, Pending | None]:
         """The trees that a recorded forward reads, and what the recorded draft has left, if they come from one."""
         if isinstance(source, DraftShape):
-            tree, pending = self.recordings.made(Draft(bucket, source)).result
+            tree, pending = self.recordings.made[Part("draft", bucket, source)].result
             return tree, pending
         if source == ROOTS:
             return root_only(rows.roots), None
         if (bucket, source) not in self._staged:
             self._staged[bucket, source] = _empty_trees(bucket, source, rows.roots.device)
         return self._staged[bucket, source], None
-
-
-def _before(part: Part) -> list[Part]:
-    """The parts whose results a part reads."""
-    if isinstance(part, Choice):
-        return [Forward(part.bucket, part.source)]
-    source = part.source if isinstance(part, Forward) else None
-    return [Draft(part.bucket, source)] if isinstance(source, DraftShape) else []
 
 
 def _cut(requests: Sequence[Request]) -> bool | None:
