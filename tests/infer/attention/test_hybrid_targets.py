@@ -104,19 +104,6 @@ def test_prefixes_are_reused(target, reference):
     assert engine.generate([many[-1] + [7, 8]], params)[0].cached_tokens > 0
 
 
-def test_a_ragged_batch_of_sixteen(target):
-    """Adaptive drafting, rows that end at different times, and requests that draft nothing beside others."""
-    prompts = prompts_of(*range(1, 17))
-    params = [SamplingParams(max_tokens=6 + n, ignore_eos=True) for n in range(16)]
-    wanted = [one.output_ids for one in Engine(target).generate(prompts, params)]
-    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), adaptive=True)
-    plain = [engine.add_request(prompts[n], params[n], speculative=False) for n in (3, 8)]
-    done = engine.generate(prompts, params)
-    assert [one.output_ids for one in done] == wanted
-    assert [one.output_ids for one in plain] == [wanted[3], wanted[8]]
-    engine.check_integrity()
-
-
 def test_a_failed_chunk_is_read_again(target, monkeypatch):
     """States change when a forward over a prompt is complete, so a chunk that failed is not applied twice."""
     (prompt,), params = prompts_of(40), SamplingParams(max_tokens=12, ignore_eos=True)

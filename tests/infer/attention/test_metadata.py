@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.infer.conftest import places_of
 from toolkit.infer.attention import metadata as attention_metadata
 from toolkit.infer.attention.metadata import prompt_metadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
@@ -47,7 +48,7 @@ def make_cache(request, monkeypatch):
 
 def row_of(cache: KVCache, store: torch.Tensor, row: int) -> torch.Tensor:
     """[40, Hkv, D or Dv]: the entries of one row in their order."""
-    return store[cache.pool.places(row, [0], 40, store.device)[0]]
+    return store[places_of(cache.pool, 40, row)[0]]
 
 
 def one_query(q, keys, values, scaling, softcap, sinks):

@@ -21,7 +21,7 @@ from toolkit.infer.engine import round
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import recordings
-from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture, buckets_up_to
+from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
 
@@ -67,12 +67,11 @@ def engine_with(
 
 HOST: dict[str, dict[str, Any]] = {"composed": {"lookup": True}, "adaptive": {"adaptive": True}}  # beside a head
 CASES = [
-    ("none", "", "drawn"),
     ("eagle3", "3,1,4", "cut"),
     ("eagle3", "3,3,8", "asking"),
     ("mtp-three-layers", "4,1,5", "greedy"),
     ("composed", "3,3,8", "asking"),
-    ("ngram", "12,1,13", "drawn"),
+    pytest.param("ngram", "12,1,13", "drawn", marks=pytest.mark.slow),
     pytest.param("dspark", "4,1,5", "cut", marks=pytest.mark.slow),
     pytest.param("eagle2", "3,3,8", "drawn", marks=pytest.mark.slow),
 ]
@@ -232,13 +231,6 @@ def test_what_no_graph_can_run_is_refused(small_target, build, recording, monkey
     engine = engine_with(small_target, build("ngram"), "3,1,4", recording)
     assert not engine.has_graphs and not recording.recorded
     engine.close()
-
-
-def test_buckets():
-    """Every number of rows has one, and few rows share it with many."""
-    assert [buckets_up_to(one) for one in (1, 3, 8, 20)] == [
-        [1], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 16, 20],
-    ]  # fmt: skip
 
 
 # -- the capture itself ------------------------------------------------------------------------------------------------

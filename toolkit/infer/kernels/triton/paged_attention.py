@@ -1,7 +1,7 @@
 """`paged_reference` in Triton: attention for prompts, decoding and trees.
 
-Shapes: B rows, N queries (new positions) per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and
-keys, Dv of values, M nodes per row, S parts of a row's keys.
+Shapes: B rows, N queries (new positions) per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries
+and keys, Dv of values, M nodes per row, S parts of a row's keys.
 
 The N * G queries of one key head are the rows of tiles (row n * G + g), so that a tile reads each key once. The keys
 are split into parts, which are merged by log-sum-exp (flash-decoding, arXiv 2311.01282):
