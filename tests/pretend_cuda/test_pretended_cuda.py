@@ -19,11 +19,7 @@ ROUNDS = [
         "eagle3/3,3,8/asking/target/deterministic",  # the last one: it changes the target's modules
     )
 ]  # fmt: skip
-STEPS = [
-    f"training:{case}"
-    for case in ("mtp,anchors", "eagle3,pack", "eagle3-window,anchors", "eagle3,hybrid", "eagle2,anchors",
-                 "mtp,checkpointing")
-]  # fmt: skip
+STEPS = [f"training:{case}" for case in ("mtp,anchors", "eagle3,pack", "eagle2,anchors")]
 READS = {"adaptive": 2}  # a probe of what the head would have drafted reads its ranks
 
 

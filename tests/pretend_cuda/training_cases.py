@@ -25,7 +25,6 @@ K, STEPS = 3, 2
 KERNELS = ("_score_rows", "_forward", "_queries_part", "_keys_part", "_merge", "_merge_queries", "_merge_keys")
 HEADS = {
     "eagle3": HeadSettings(),
-    "eagle3-window": HeadSettings(sliding_window=5, norm_output=True),
     "eagle2": HeadSettings(kind="eagle2"),
     "mtp": HeadSettings(kind="mtp", layers=2),
 }
@@ -33,8 +32,6 @@ UNROLLS = {
     "": UnrollSettings(ttt_steps=K),
     "pack": UnrollSettings(ttt_steps=K),
     "anchors": UnrollSettings(ttt_steps=K, anchors=4),
-    "checkpointing": UnrollSettings(ttt_steps=K, checkpointing=True),
-    "hybrid": UnrollSettings(ttt_steps=K, loss="lk_hybrid"),
 }
 
 
