@@ -111,7 +111,7 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, back
     assert len(recorded) == 15, "drafts, forward and three kinds of choices for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
-    parts = list(engine._rounds.graphs.recordings.made)
+    parts = list(engine._rounds.graphs.made)
     assert list(recorded.values()) == [one.bucket <= 2 and one.what != "choice" for one in parts]
     assert {one.bucket for one in parts} == {1, 2, 4}
     assert kinds == {"LlamaModel", "DraftLayer"}

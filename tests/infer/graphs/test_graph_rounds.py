@@ -112,20 +112,6 @@ def test_cuda_graphs_write_what_eager_rounds_write(small_target, build, name, sh
     graphed.close(), eager.close()
 
 
-def test_graphs_where_pages_run_out(small_target, build, recording):
-    """Rows lose their pages and come back on others, some of them a prefix that they share."""
-    graphed, eager = (
-        engine_with(small_target, build("eagle3"), "3,3,8", capture, tokens=200, cuda_graph_max_bs=most)
-        for capture, most in ((recording, 3), (None, None))  # rounds of 4 and 5 rows run eagerly
-    )
-    preempted = graphed.scheduler._preempt
-    times: list[int] = []
-    graphed.scheduler._preempt = lambda: times.append(1) or preempted()
-    assert answers(graphed, "greedy", tokens=40) == answers(eager, "greedy", tokens=40)
-    assert recording.recorded and times
-    graphed.close(), eager.close()
-
-
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_capture_after_a_round_with_the_host(small_target, build, recording, at_start):
     """The rows of that round are gone: a capture at the begin of a later round, or for another shape, must not set

@@ -17,16 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import CompileError, EngineError
-from toolkit.log import get_logger
-
-logger = get_logger(__name__)
+from toolkit.infer.request.params import EngineError
 
 WARM_UPS = 2  # runs before the capture: they compile kernels and build tables
 ATTEMPTS = 2  # captures of a part before it runs eagerly for good: memory may be short for a moment
@@ -159,80 +152,3 @@ class Recorded:
 
     def __call__(self) -> None:
         self.result = self.run()
-
-
-@dataclass
-class Recordings:
-    """The recorded parts. rows: the engine's largest batch, captured or not. unread: the most positions of a row that
-    the head leaves unread. head: None for plain decoding. compiled: the layers of parts of up to torch_compile_max_bs
-    rows; None: parts are not compiled."""
-
-    state: RoundState
-    head: HeadDrafter | None
-    rows: int
-    unread: int
-    capture: Capture | None
-    compiled: CompiledForward | None
-    torch_compile_max_bs: int
-    tried: int = 0  # captures so far, failed ones too
-    made: dict[Part, Recorded] = field(default_factory=dict)
-    _failed: dict[Part, int] = field(default_factory=dict)  # attempts
-    _said: set[str] = field(default_factory=set)  # reasons of failures
-    _broken: str | None = None  # why nothing further is captured
-    _held: Tensor | None = None  # the buffer of unread features that the graphs use
-
-    def __post_init__(self) -> None:
-        self._capture = self.capture or CudaCapture()
-
-    def hold(self) -> None:
-        """Allocate the head's input buffers. If they have moved, drop all graphs: they read the old ones."""
-        if self.head is None:
-            return
-        self.head.inputs.hold(self.rows, self.unread)
-        if self.head.inputs.features is not self._held:
-            self.made.clear()
-            self._failed.clear()
-            self._capture = self.capture or CudaCapture()  # a memory pool ends with its graphs
-            self._held = self.head.inputs.features
-
-    def of(self, part: Part, run: Callable[[], Any]) -> Recorded | None:
-        """The recording of `run`, captured at its first use on padding rows: then the rows have to be set again.
-
-        Returns None if the capture failed; the log says why, once for each reason. Raises CompileError."""
-        if part in self.made or self._failed.get(part, 0) >= ATTEMPTS:
-            return self.made.get(part)
-        self.tried += 1
-        if (why := self._broken or self._try(part, run)) is not None:
-            self._failed[part] = self._failed.get(part, 0) + 1
-            if why not in self._said:
-                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", part.name, why)
-            self._said.add(why)
-        return self.made.get(part)
-
-    def _try(self, part: Part, run: Callable[[], Any]) -> str | None:
-        """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
-        them its tensors, in memory."""
-        try:
-            self.made[part] = self._record(part, run)
-        except CompileError:
-            raise
-        except EngineError as error:
-            if isinstance(error, BrokenCaptureError):
-                self._broken = str(error)
-            return str(error)
-        return None
-
-    def _record(self, part: Part, run: Callable[[], Any]) -> Recorded:
-        """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
-        recorded = Recorded(run)
-        stores = [] if self.head is None else self.head.inputs.stores
-        before = [store[: part.bucket].clone() for store in stores]
-        self.state.set_rows([], part.bucket)
-        self.state.set_tables(0, part.bucket)
-        try:
-            compiled = self.compiled if part.bucket <= self.torch_compile_max_bs else None
-            recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
-        finally:
-            for store, kept in zip(stores, before, strict=True):
-                store[: part.bucket] = kept
-        return recorded
