@@ -42,7 +42,6 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.lookup import NgramDrafter
@@ -271,7 +270,8 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         mode.shape,
         max_running_requests=sizes.batch,
         context_length=sizes.longest + sizes.room(subject, mode),
-        memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False),
+        max_total_tokens=sizes.cached(subject, mode),
+        prefix_cache=False,
         capture=capture,
         short_lived=True,  # only what is measured is recorded: every graph takes time and memory
         **how,

@@ -23,7 +23,7 @@ from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.side_by_side import BenchError, PerfectDrafter, SideBySide, with_context
 from toolkit.data.chat_template import prompt_ids
 from toolkit.errors import exit_status
-from toolkit.infer.cpu.blocked_product import BlockedLinear, JoinedProduct, blocked_product
+from toolkit.infer.cpu.blocked_product import BlockedLinear
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
@@ -43,11 +43,7 @@ def products_of(target: Target) -> list[Callable[[Tensor], Tensor]]:
     parts = {id(part): part for part in (one.joined or one for one in linears)}
     if not parts:
         raise BenchError(f"no product of {target.name} in {target.precision} is packed on this machine")
-    return [_joined(part) if isinstance(part, JoinedProduct) else part.blocked_product for part in parts.values()]
-
-
-def _joined(part: JoinedProduct) -> Callable[[Tensor], Tensor]:
-    return lambda inputs: blocked_product(inputs, part.blocks, part.scale, part.bias, part.outputs)
+    return [part.blocked_product for part in parts.values()]
 
 
 def inputs_of(target: Target, rows: int) -> list[Tensor]:

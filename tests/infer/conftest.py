@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.infer.running_server import running
@@ -27,6 +28,7 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.kernels.paged_reference import places_in
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
@@ -264,6 +266,12 @@ def reference() -> Callable[[Target, Sequence[int], int], list[int]]:
         return list(known[key])
 
     return ask
+
+
+def places_of(pool: PagePool, count: int, row: int = 0, rows: int = 1) -> Tensor:
+    """[rows, count]: the cache entries of the first positions of these rows."""
+    table = pool.table(row, rows, pool.pages_of(count), torch.device("cpu"))
+    return places_in(table, torch.arange(count).expand(rows, -1), pool.page_size)
 
 
 def build_small_target(max_context: int = 256) -> Target:

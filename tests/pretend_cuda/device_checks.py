@@ -1,11 +1,7 @@
-"""What the pretended device refuses, waits for and counts. A program, since it patches torch.
-
-Prints one JSON object: by check what was wrong (None: nothing).
-"""
+"""What the pretended device refuses, waits for and counts: else the tests on it would say nothing."""
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable
 
@@ -28,47 +24,34 @@ def refuses(error: type[Exception], run: Callable[[], object]) -> bool:
 
 def both_devices_in_one_operation_are_refused() -> None:
     here, there = torch.ones(2), torch.ones(2, device="cuda")
-    assert refuses(MixedDevicesError, lambda: there + here)
-    assert refuses(MixedDevicesError, lambda: torch.cat((there, here)))
-    assert refuses(MixedDevicesError, lambda: here[torch.tensor([0], device="cuda")])
     pages = Pages(*(there.view(2, 1, 1),) * 2, table=torch.tensor([[0, 1]]), page_size=1, span=2)
     starts = torch.zeros(1, dtype=torch.long, device="cuda")
-    assert refuses(
-        MixedDevicesError, lambda: ops_for("cuda").write_kv(pages, *(there.view(1, 2, 1, 1),) * 2, starts, 0)
-    )
+    for mixed in (
+        lambda: there + here, lambda: torch.cat((there, here)), lambda: here[torch.tensor([0], device="cuda")],
+        lambda: ops_for("cuda").write_kv(pages, *(there.view(1, 2, 1, 1),) * 2, starts, 0),
+    ):  # fmt: skip
+        assert refuses(MixedDevicesError, mixed)
     assert torch.equal((there + torch.tensor(1.0)).cpu(), here + 1), "a number of the host goes with the launch"
 
 
-def reads_are_noted() -> None:
-    values = torch.arange(3.0, device="cuda")
-    for read in (
+def reads_and_uploads_are_noted() -> None:
+    values, pinned = torch.arange(3.0, device="cuda"), torch.ones(3, pin_memory=True)
+    reads = (
         values.tolist, values.cpu, values[1].item, lambda: values[values > 1], values.nonzero,
         torch.cuda.Event().synchronize, lambda: torch.empty(3).copy_(values),
-    ):  # fmt: skip
+    )  # fmt: skip
+    uploads = (
+        lambda: torch.ones(3).to("cuda"), lambda: torch.tensor([1, 2], device="cuda"), lambda: values[[0, 2]],
+        lambda: values.copy_(pinned), lambda: values.copy_(torch.ones(3), non_blocking=True),
+    )  # fmt: skip
+    for run in (*reads, *uploads):
         seen.clear()
-        read()
-        assert seen.reads.total() == 1, (read, seen.reads)
+        run()
+        assert (seen.reads.total(), seen.uploads.total()) == ((1, 0) if run in reads else (0, 1)), run
     seen.clear()
     torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
-    torch.repeat_interleave(values, values.long(), output_size=3)
-    assert not seen.reads, "the host does not wait for these"
-
-
-def uploads_are_noted() -> None:
-    store, pinned = torch.zeros(3, device="cuda"), torch.ones(3, pin_memory=True)
-    for upload in (
-        lambda: torch.ones(3).to("cuda"), lambda: torch.tensor([1, 2], device="cuda"), lambda: store[[0, 2]],
-        lambda: store.copy_(pinned), lambda: store.copy_(torch.ones(3), non_blocking=True),
-    ):  # fmt: skip
-        seen.clear()
-        upload()
-        assert seen.uploads.total() == 1 and not seen.pinned, (upload, seen.uploads)
-    seen.clear()
-    store.copy_(pinned, non_blocking=True)
-    store[:2].copy_(pinned[1:], non_blocking=True)
-    torch.ones(3).pin_memory().to("cuda", non_blocking=True)
-    torch.full((3,), 2.0, device="cuda")
-    assert not seen.uploads and seen.pinned == 3
+    values.copy_(pinned, non_blocking=True)
+    assert not seen.reads and not seen.uploads and seen.pinned == 1, "the host does not wait for these"
 
 
 def launches_are_counted() -> None:
@@ -77,13 +60,10 @@ def launches_are_counted() -> None:
     values.view(-1)[:3].expand(2, 3).unsqueeze(0)
     torch.empty_like(values)
     assert not seen.launches, "views and allocations start no kernel"
-    values.add_(1), values.to(torch.bfloat16), values.contiguous()
-    F.scaled_dot_product_attention(values, values, values), F.rms_norm(values, (4,))
-    assert seen.launches.total() == 4
-    seen.clear()
-    scores, ids = ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
-    assert seen.launches == {"_top_of_chunks": 1, "_top_of_rows": 1}
-    assert scores.shape == ids.shape == (24, 2) and torch.isfinite(scores).all()
+    values.add_(1), values.to(torch.bfloat16), F.scaled_dot_product_attention(values, values, values)
+    assert seen.launches.total() == 3
+    ops_for("cuda").top_log_probs(values.flatten(0, 2), 2)
+    assert seen.launches.total() == 5
 
 
 def a_graph_runs_its_operations_again() -> None:
@@ -104,21 +84,18 @@ def a_graph_runs_its_operations_again() -> None:
 
 
 CHECKS = (
-    both_devices_in_one_operation_are_refused, reads_are_noted, uploads_are_noted, launches_are_counted,
+    both_devices_in_one_operation_are_refused, reads_and_uploads_are_noted, launches_are_counted,
     a_graph_runs_its_operations_again,
 )  # fmt: skip
 
 
-def outcome(check: Callable[[], None]) -> str | None:
-    own = torch.cuda.Event
-    try:
-        with pretended_cuda():
-            check()
-        assert torch.cuda.Event is own, "torch is patched after the end of the block"
-    except Exception:
-        return traceback.format_exc()
-    return None
-
-
-if __name__ == "__main__":
-    print(json.dumps({check.__name__: outcome(check) for check in CHECKS}))
+def wrong() -> list[str]:
+    """Tracebacks of the checks that failed."""
+    found = []
+    for check in CHECKS:
+        try:
+            with pretended_cuda():
+                check()
+        except Exception:
+            found.append(traceback.format_exc())
+    return found

@@ -392,7 +392,7 @@ def with_context(config: EngineConfig, longest: int, max_tokens: int) -> EngineC
     """The options for prompts of up to `longest` tokens and answers of max_tokens; a given `context_length` stays.
 
     The cache follows from it: all rows at full length, each with room for drafted nodes, within the engine's share of
-    the memory (see `MemorySettings`).
+    the memory (see `CacheNeed`).
     """
     return replace(config, context_length=config.context_length or longest + max_tokens)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PRECISION = tl.constexpr("tf32x3")  # of fp32, as in the engine's attention_parts.py: the error of fp32, on tensor cores
+PRECISION = tl.constexpr("tf32x3")  # of fp32, as in the engine's paged_attention.py: the error of fp32, on tensor cores
 # By bytes of an element: bytes of a tile of queries in forward, and rows of any other tile. Tiles of fp32 are smaller,
 # since tf32x3 keeps two parts of every factor in registers.
 QUERY_BYTES, MAX_BLOCK = {2: 32768, 4: 16384}, {2: 64, 4: 32}

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import train_tokenizer
 from toolkit.infer.attention import fused_layer
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.dispatch import REFERENCE
@@ -51,8 +50,8 @@ def kernels_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(target: Target, **engine: object) -> list[list[int]]:
-    memory = MemorySettings(1024, chunked_prefill_size=12)
-    opened = Engine(target, max_running_requests=2, memory=memory, **engine)
+    memory = {"max_total_tokens": 1024, "chunked_prefill_size": 12}
+    opened = Engine(target, max_running_requests=2, **memory, **engine)
     prompts = [[3 + i * 7 % 300 for i in range(length)] for length in (5, 30)]
     found = opened.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     opened.close()

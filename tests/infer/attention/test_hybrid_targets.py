@@ -8,7 +8,6 @@ import torch
 from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
 from tests.infer.conftest import finished, oracle_engine
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError
 from toolkit.infer.engine.engine import Engine
@@ -61,8 +60,8 @@ def test_answers_are_exact(family, small_target, reference):
 def test_the_first_launches_leave_no_states(target, reference):
     """It writes states into the first rows: the next prompts there start with zeros again."""
     prompts = prompts_of(14, 5, 21)
-    memory = MemorySettings(chunked_prefill_size=16)
-    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, memory=memory)
+    memory = {"chunked_prefill_size": 16}
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, **memory)
     engine.warm_up()
     answers = [request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=16))]
     engine.close()
@@ -76,8 +75,8 @@ def test_little_memory(target, reference):
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     for draft, lookup in ((build_head(target), True), (NgramLookup(), None)):
         room = 144 if lookup is None else 304  # the head may fall behind lookup by some positions
-        memory = MemorySettings(room, chunked_prefill_size=7)
-        options = {"max_running_requests": 5, "context_length": 128, "memory": memory, "lookup": lookup}
+        options = {"max_running_requests": 5, "context_length": 128, "lookup": lookup}
+        options |= {"max_total_tokens": room, "chunked_prefill_size": 7}
         engine = Engine(target, draft, DraftShape.parse("3,1,4"), **options)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
         assert finished(engine, requests) == wanted
@@ -93,7 +92,7 @@ def test_prefixes_are_reused(target, reference):
     turns = [first + begun.output_ids + more for more in prompts_of(9, 30)]
     alike = [first[:34] + prompts_of(7)[0], first[:20] + prompts_of(7)[0]]
     done = engine.generate([*turns, *alike], params)
-    plain = Engine(target, memory=MemorySettings(prefix_cache=False), context_length=200)
+    plain = Engine(target, prefix_cache=False, context_length=200)
     wanted = [one.output_ids for one in plain.generate([*turns, *alike], params)]
     assert [one.output_ids for one in done] == wanted
     assert [one.cached_tokens for one in done] == [48, 48, 32, 0]  # 61 tokens, of which the last ones are not read yet
@@ -105,25 +104,12 @@ def test_prefixes_are_reused(target, reference):
     assert engine.generate([many[-1] + [7, 8]], params)[0].cached_tokens > 0
 
 
-def test_a_ragged_batch_of_sixteen(target):
-    """Adaptive drafting, rows that end at different times, and requests that draft nothing beside others."""
-    prompts = prompts_of(*range(1, 17))
-    params = [SamplingParams(max_tokens=6 + n, ignore_eos=True) for n in range(16)]
-    wanted = [one.output_ids for one in Engine(target).generate(prompts, params)]
-    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), adaptive=True)
-    plain = [engine.add_request(prompts[n], params[n], speculative=False) for n in (3, 8)]
-    done = engine.generate(prompts, params)
-    assert [one.output_ids for one in done] == wanted
-    assert [one.output_ids for one in plain] == [wanted[3], wanted[8]]
-    engine.check_integrity()
-
-
 def test_a_failed_chunk_is_read_again(target, monkeypatch):
     """States change when a forward over a prompt is complete, so a chunk that failed is not applied twice."""
     (prompt,), params = prompts_of(40), SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = Engine(target).generate([prompt], params)[0].output_ids
-    memory = MemorySettings(chunked_prefill_size=7)
-    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), memory=memory)
+    memory = {"chunked_prefill_size": 7}
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), **memory)
     request, admit, calls = engine.add_request(prompt, params), engine.drafter.admit, []
 
     def fails_once(*arguments):

@@ -11,8 +11,9 @@ import torch
 
 from toolkit.bench.side_by_side import SideBySide
 from toolkit.infer.cache import cache_manager
-from toolkit.infer.cache.cache_manager import ROOM, MemorySettings
+from toolkit.infer.cache.cache_manager import ROOM, CacheNeed
 from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.cache.page_pool import PAGE_SIZE
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import EngineError
@@ -20,6 +21,7 @@ from toolkit.infer.request.params import EngineError
 GPU = torch.device("cuda", 0)
 LLAMA_8B = KVShape(32, 8, 128, torch.bfloat16, GPU)  # 131,072 bytes a token
 HEAD = 4096  # bytes a token of its EAGLE-3 head
+NEED = CacheNeed(LLAMA_8B, 16, token_bytes=HEAD)
 GB = 10**9
 
 
@@ -31,40 +33,33 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def capacity(settings: MemorySettings, rows: int, context: int) -> int:
-    pool = settings.pool(LLAMA_8B, rows, context, token_bytes=HEAD)
-    return pool.capacity * pool.page_size
-
-
 def test_a_context_that_does_not_fit_is_an_error_with_the_numbers(free):
-    """An 8B target's whole context beside its weights on a 24 GB card. Each limit the message names is then accepted,
-    and a page more is not."""
+    """An 8B target's whole context beside its weights on a 24 GB card. The limit that the message names is then
+    accepted, and a page more is not."""
     free.bytes = 7 * GB
-    with pytest.raises(EngineError) as found:
-        capacity(MemorySettings(), 16, 131072)
-    assert "lower `context_length` to at most 40400, or 1552 for 16 whole requests at once" in str(found.value)
-    assert 40400 + ROOM <= capacity(MemorySettings(), 16, 40400) < 40400 + ROOM + 32
+    with pytest.raises(EngineError, match="lower `context_length` to at most 40400"):
+        NEED.pages(131072)
+    assert 40400 + ROOM <= NEED.pages(40400) * PAGE_SIZE < 40400 + ROOM + 32
     with pytest.raises(EngineError, match="at most 40400"):
-        capacity(MemorySettings(), 16, 40416)
-    assert capacity(MemorySettings(), 16, 1552) == 16 * (1552 + ROOM)
+        NEED.pages(40416)
+    assert NEED.pages(1552) * PAGE_SIZE == 16 * (1552 + ROOM)
+    with pytest.raises(EngineError, match="`max_total_tokens` is 60000, .* lower it to at most 51776"):
+        replace(NEED, tokens=60000).pages(1552)
+    assert replace(NEED, tokens=51776).pages(1552) == 51776 // PAGE_SIZE
 
 
 def test_a_context_that_nobody_asked_for_is_what_fits(free, caplog):
     """`toolkit serve` of an 8B target starts on a small GPU, and training's engines, whose context no option sets. The
     log has the numbers of the error. On a CPU, or with room, it is the target's whole context."""
-    beside = (0, HEAD)
     free.bytes = 7 * GB
     with caplog.at_level(logging.WARNING):
-        context = MemorySettings().context(LLAMA_8B, 16, None, 131072, *beside)
-    assert context == 40400 and capacity(MemorySettings(), 16, context) >= 40400 + ROOM
+        context = NEED.context(131072)
+    assert context == 40400 and NEED.pages(context) * PAGE_SIZE >= 40400 + ROOM
     assert "needs 17.9 GB of cache, and 5.6 GB are there (0.8 of 7.0 GB free): `context_length` is 40400" in caplog.text
-    assert MemorySettings().context(LLAMA_8B, 16, 131072, 131072, *beside) == 131072, "asked for, it is an error later"
     free.bytes = 60 * GB
-    assert MemorySettings().context(LLAMA_8B, 16, None, 131072, *beside) == 131072
-    on_cpu = replace(LLAMA_8B, device=torch.device("cpu"))
+    assert NEED.context(131072) == 131072
     free.bytes = 0
-    assert MemorySettings().context(on_cpu, 16, None, 131072, *beside) == 131072
-    assert MemorySettings().context(on_cpu, 16, 200000, 131072, *beside) == 131072
+    assert replace(NEED, shape=replace(LLAMA_8B, device=torch.device("cpu"))).context(131072) == 131072
 
 
 def test_engines_of_one_measurement_share_one_budget(tiny_target, tiny_draft, free, monkeypatch):
@@ -74,11 +69,10 @@ def test_engines_of_one_measurement_share_one_budget(tiny_target, tiny_draft, fr
 
     def build(config, target, draft, **_):
         assert config.mem_fraction_static is None or config.max_total_tokens is None
-        settings = MemorySettings(config.max_total_tokens, mem_fraction_static=config.mem_fraction_static)
-        made.append(capacity(settings, 16, 512))
+        need = replace(NEED, tokens=config.max_total_tokens, share=config.mem_fraction_static)
+        made.append(need.pages(512) * PAGE_SIZE)
         free.bytes -= made[-1] * (LLAMA_8B.bytes_per_token + HEAD)
-        engine = Engine(tiny_target, context_length=64, memory=MemorySettings(made[-1]))
-        return SimpleNamespace(engine=engine)
+        return SimpleNamespace(engine=Engine(tiny_target, context_length=64, max_total_tokens=made[-1]))
 
     monkeypatch.setattr("toolkit.bench.side_by_side.build_engine", build)
     on_gpu = SimpleNamespace(device=GPU)

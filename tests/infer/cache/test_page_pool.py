@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from toolkit.infer.cache.page_pool import PagePool
 
@@ -20,14 +19,6 @@ def test_pages_are_taken_up_to_the_capacity_and_come_back():
     pool.release(0)
     assert pool.free == 4
     pool.check_integrity([])
-
-
-def test_positions_beyond_a_rows_pages_are_on_page_0():
-    """Only padding is written there."""
-    pool = PagePool(2, 40, page_size=10)
-    pool.grow(1, 10)
-    mine = pool.tables[1][0] * 10
-    assert pool.places(0, [7, 8], 3, torch.device("cpu")).tolist() == [[7, 8, 9], [mine + 8, mine + 9, 0]]
 
 
 def test_random_traffic_keeps_every_page():

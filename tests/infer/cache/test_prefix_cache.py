@@ -66,21 +66,3 @@ def test_a_page_in_use_stays_with_what_it_stands_on():
     assert not cache.evict(pool.free + 3) and len(cache.pages) == 5
     assert cache.evict(pool.free + 2) and len(cache.find(TEXT, 9)) == 3
     pool.check_integrity(cache.pages)
-
-
-def test_pages_of_the_target_alone_are_not_for_drafts():
-    """A drafter that took one would draft from entries nobody wrote; whoever needs no more is served by both kinds."""
-    pool, cache = filled(lookahead=1)
-    whole = cache.find(TEXT, 9)
-    longer = [*TEXT, *range(8)]
-    pool.adopt(1, whole)
-    assert len(whole) == 4 and pool.grow(1, len(longer))
-    cache.keep(longer, 1, len(longer), drafted=False)
-    both = cache.find(longer, 9, drafted=False)
-    assert cache.find(longer, 9) == both[:4] == whole and len(both) == 7
-    assert cache.find([*TEXT, *range(4), 99, 99], 9, drafted=False) == both[:6]  # no successor stands in the way
-    assert cache.find([*TEXT[:4], 99], 9, drafted=False) == []  # of a whole page it does
-    pool.release(0), pool.release(1)
-    pool.check_integrity(cache.pages)
-    cache.evict(pool.capacity)
-    assert cache.pages == [] and pool.held == 0

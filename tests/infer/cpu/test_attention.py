@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from tests.infer.conftest import places_of
 from toolkit.infer.attention.metadata import FEW, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
@@ -48,7 +49,7 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     for length in range(16, SPAN + 1, 16):  # so that the pages of a row lie apart
         assert all(pool.grow(row, length) for row in reversed(range(rows)))
     cache = KVCache(KVShape(1, kv_heads, width, dtype, torch.device("cpu")), pool)
-    places = pool.places(0, [0] * rows, SPAN, torch.device("cpu"))
+    places = places_of(pool, SPAN, rows=rows)
     for store, values in zip((cache.keys[0], cache.values[0]), drawn, strict=True):
         if ours:
             store.fill_(torch.nan)  # what nobody has written must not be read

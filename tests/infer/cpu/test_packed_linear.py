@@ -12,7 +12,6 @@ from torch import nn
 
 from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import OutputMatrix
-from toolkit.infer.cpu import packed_linear
 from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.targets.target import Target
@@ -52,17 +51,6 @@ def test_a_model_is_packed_but_for_what_is_more_than_a_product():
     with torch.inference_mode():
         torch.testing.assert_close(model["lm_head"](x, F.linear), before["lm_head"](x))
         assert torch.equal(model["lm_head"](x, lambda rows, weight: weight), before["lm_head"].weight)
-
-
-def test_a_product_that_differs_is_not_taken(monkeypatch):
-    """A CPU or a torch whose packed products are wrong costs speed, never tokens."""
-    model = nn.Sequential(nn.Linear(8, 8))
-    monkeypatch.setattr(
-        packed_linear, "_pack", lambda weight, blocked: torch.ops.mkldnn._reorder_linear_weight(-weight.detach())
-    )
-    assert pack_linears(model) == 0 and type(model[0]) is nn.Linear
-    monkeypatch.setattr(packed_linear, "_available", lambda: False)
-    assert pack_linears(model) == 0
 
 
 def test_a_packed_target_has_its_weights_and_bits(tiny_target: Target):

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from tests.infer.conftest import places_of
 from tests.infer.drafters.conftest import engine_after_steps, proposed
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.engine.engine import Engine
@@ -149,7 +150,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monk
             follow = small_target.embed_tokens(torch.tensor(tokens[1:]))
             small_draft.head(follow, features, torch.arange(count), keep, count)
         cache = drafter.reader.caches[0]
-        places = cache.pool.places(row, [0], count, torch.device("cpu"))[0]
+        places = places_of(cache.pool, count, row)[0]
         assert torch.allclose(cache.keys[0][places], kept["keys"], atol=1e-4)
     engine.close()
 

@@ -11,7 +11,6 @@ import torch
 
 from tests.infer.conftest import finished
 from tests.infer.drafters.conftest import ragged_prompts, settings
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.adaptive import LookupChoice
 from toolkit.infer.drafters.estimates import LookupArm, StepCosts
@@ -184,7 +183,7 @@ def test_both_draft_in_one_batch(small_target, build, monkeypatch):
 
 def test_preempted_and_moved_rows_stay_exact(small_target, build):
     """Little memory: requests lose their pages and begin again; short ones end and rows move."""
-    options = {"lookup": True, "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
+    options = {"lookup": True, "max_running_requests": 4, "max_total_tokens": 360}
     engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), context_length=150, **options)
     params = [SamplingParams(max_tokens=50 + 13 * (i % 3), ignore_eos=True) for i in range(8)]
     prompts = [REPEATED[i % 4] + [i + 1] for i in range(8)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.infer.conftest import oracle_engine
+from tests.infer.conftest import oracle_engine, places_of
 from toolkit.infer.engine.engine import Engine, EngineLoad, load_of
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
@@ -82,7 +82,7 @@ def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, refe
         for layer in range(spec.target.n_layers):
             for name in ("keys", "values"):
                 ours, wanted = (
-                    getattr(one._cache, name)[layer][one._cache.pool.places(at, [0], kept, torch.device("cpu"))[0]]
+                    getattr(one._cache, name)[layer][places_of(one._cache.pool, kept, at)[0]]
                     for one, at in ((spec, row), (plain, 0))
                 )
                 assert torch.allclose(ours, wanted, atol=2e-4)

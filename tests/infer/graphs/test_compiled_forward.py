@@ -17,7 +17,6 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.graphs.compiled_forward import CompiledForward
-from toolkit.infer.graphs.recordings import Choice
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import CompileError, SamplingParams
 from toolkit.targets.target import Target
@@ -112,8 +111,8 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, back
     assert len(recorded) == 15, "drafts, forward and three kinds of choices for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
-    parts = list(engine._rounds.graphs.recordings._made)
-    assert list(recorded.values()) == [one.bucket <= 2 and not isinstance(one, Choice) for one in parts]
+    parts = list(engine._rounds.graphs.made)
+    assert list(recorded.values()) == [one.bucket <= 2 and one.what != "choice" for one in parts]
     assert {one.bucket for one in parts} == {1, 2, 4}
     assert kinds == {"LlamaModel", "DraftLayer"}
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"

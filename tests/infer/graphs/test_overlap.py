@@ -19,7 +19,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
-ROWS, CONTEXT, NOISE = 5, 72, 0.05
+ROWS, REQUESTS, CONTEXT, NOISE = 5, 16, 72, 0.05
 SETTINGS: list[dict[str, Any]] = [
     {"stop": ("w18",)}, {"max_tokens": 1}, {"max_tokens": 2}, {"ignore_eos": True}, {"temperature": 0.8},
     {"stop": ("w11 w", "w5"), "temperature": 0.7, "top_p": 0.9}, {"max_tokens": 17}, {"min_tokens": 9},
@@ -67,7 +67,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
     requests: list[Request] = []
     seen: Counter[Request] = Counter()
     for step in range(10_000):
-        for _ in range({0: 4, 3: 2, 4: 7}.get(step, step > 20 and step % 4 == 0 and len(requests) < 24)):
+        for _ in range({0: 4, 3: 2, 4: 7}.get(step, step > 20 and step % 4 == 0 and len(requests) < REQUESTS)):
             i = len(requests)
             prompt = torch.randint(1, 24, (1 + 11 * i % 35,), generator=generator).tolist()
             one = SETTINGS[i % len(SETTINGS)]
@@ -80,7 +80,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
         for request in watch.step():
             assert len(request.output_ids) > seen[request]
             seen[request] = len(request.output_ids)
-        if not engine.has_work() and len(requests) == 24:
+        if not engine.has_work() and len(requests) == REQUESTS:
             break
     assert all(request.finished and len(request.output_ids) == seen[request] for request in requests)
     assert not engine._rounds.in_flight
@@ -127,8 +127,8 @@ def agreeing(small_target, shared_draft):
 
 
 CASES = [
-    ("none", "", True, None),
     ("eagle2", "3,3,8", True, 112),
+    pytest.param("none", "", True, None, marks=pytest.mark.slow),
     pytest.param("eagle2", "3,3,8", False, None, marks=pytest.mark.slow),
     pytest.param("mtp-three-layers", "4,1,5", True, None, marks=pytest.mark.slow),
 ]
@@ -163,7 +163,7 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
     assert any(one.finish_reason == "length" and one.length == CONTEXT for one in ours)
     assert (sum(one.preemptions for one in ours) > 0) == (tokens is not None)
     if overlap:
-        assert len(behind) > 40
+        assert len(behind) > 20
         assert all(graphed.counts[what] for what in ("ahead", "one round too many", "aborted in flight"))
     else:
         assert not behind and not graphed.counts.total()

@@ -38,7 +38,6 @@ choose.ops_for = lambda device: active  # before others take it from there
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint  # noqa: E402
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
-from toolkit.infer.cache.cache_manager import MemorySettings  # noqa: E402
 from toolkit.infer.engine.engine import Engine  # noqa: E402
 from toolkit.infer.request.draft_tree import DraftShape  # noqa: E402
 from toolkit.infer.request.params import SamplingParams  # noqa: E402
@@ -89,8 +88,8 @@ def target_and_head(family: str) -> tuple[Target, DraftCheckpoint]:
 
 def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list[list[int]]:
     """Ragged prompts, one read in chunks; a chain, a tree, and a chain whose requests draw."""
-    memory = MemorySettings(256, chunked_prefill_size=12)
-    engine = Engine(target, draft, DraftShape.chain(2), max_running_requests=2, memory=memory)
+    memory = {"max_total_tokens": 256, "chunked_prefill_size": 12}
+    engine = Engine(target, draft, DraftShape.chain(2), max_running_requests=2, **memory)
     found = []
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
     for shape, more in (("2,1,3", {}), ("3,3,8", {}), ("2,1,3", drawn)):
@@ -106,11 +105,11 @@ def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list
 def in_order(target: Target, draft: DraftCheckpoint) -> list[Any]:
     """Tokens and log-probabilities with `deterministic`: one by one, with a chain, and with a tree in a batch."""
     prompts, found = [[3 + i * 5 % 17 for i in range(n)] for n in (4, 19)], []
-    memory = MemorySettings(256, chunked_prefill_size=12)
+    memory = {"max_total_tokens": 256, "chunked_prefill_size": 12}
     asked = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1)
     for shape, rows in ((None, 1), ("2,1,3", 1), ("3,3,8", 2)):
         drafts = {} if shape is None else {"draft": draft, "shape": DraftShape.parse(shape)}
-        engine = Engine(target, **drafts, max_running_requests=rows, memory=memory, deterministic=True)
+        engine = Engine(target, **drafts, max_running_requests=rows, **memory, deterministic=True)
         requests = engine.generate(prompts, asked)
         found.append([[one.output_ids, [x.logprob for x in one.logprobs]] for one in requests])
         engine.close()

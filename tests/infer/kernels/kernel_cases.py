@@ -1,11 +1,9 @@
 """Small problems for every kernel. A program, since Triton's interpreter is switched on before kernels are imported:
 
-    python -m tests.infer.kernels.kernel_cases compare cpu|cuda
+    python -m tests.infer.kernels.kernel_cases cpu|cuda [group ..]
 
-runs each kernel against its reference (cpu: with TRITON_INTERPRET=1), and `compile 90` compiles what `compare` would
-launch for sm_90, which needs no GPU.
-
-Prints one JSON object: by group of cases, how many there were, and what was wrong.
+runs each kernel, or those of these groups, against its reference (cpu: with TRITON_INTERPRET=1). Prints one JSON
+object: by group of cases, how many there were, and what was wrong.
 
 What a kernel must not read (pages of nobody, positions behind a row's end, the page for padding) holds nan, and so does
 every new tensor before it is written.
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tests.infer.kernels.row_products import row_products
 from tests.pretend_cuda.containers import mapped, tensors_in
@@ -31,14 +30,15 @@ from toolkit.infer.attention.metadata import paths_of
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 from toolkit.infer.kernels.tree_reference import Beams, Candidates, ancestor_mask, root_beams
+from toolkit.infer.kernels.triton import paged_attention
+from toolkit.infer.kernels.triton.launch import depends
+from toolkit.infer.kernels.triton.skinny_product import Tile, skinny_product
 from toolkit.infer.request.draft_tree import without_padding
 from toolkit.train import triton_attention, triton_loss
 from toolkit.train.causal_attention import KeyRange, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
 from toolkit.train.ttt import plain_merge, plain_merge_backward
 
-# Bytes that a block can have, on the smallest GPUs that run what is compiled for these (sm_86 and sm_89 for sm_80).
-SHARED_MEMORY = {80: 101376, 90: 232448, 100: 232448}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 generator = torch.Generator()
 empty = torch.empty
@@ -340,6 +340,44 @@ def scaled(on: Kernels, rows: int, inputs: int, outputs: int) -> None:
     on.close(*on.both("scaled_product", randn(rows, inputs, dtype=BF16), levels, scales), BF16)
 
 
+def skinny(on: Kernels, size: int, width: int, rows: int, tile: tuple[int, ...] | None, what: str) -> None:
+    """Rounded as `F.linear` and what follows it; a row has the same bits alone, and again. what: "residual", "gated",
+    "fp8", or none of them. tile: outputs, inputs, parts; None: the shape's own."""
+    x, weight, scales = randn(rows, width, dtype=BF16), randn(size, width) * width**-0.5, None
+    residual = randn(rows, size, dtype=BF16) if what == "residual" else None
+    if "fp8" in what:
+        scales = weight.abs().amax(1) / 448
+        weight = (weight / scales[:, None]).to(torch.float8_e4m3fn)
+    else:
+        weight = weight.to(BF16)
+    x, weight, residual, scales = on.there((x, weight, residual, scales))
+    named = {"gated": "gated" in what, "pdl": depends(x), "tile": None if tile is None else Tile(*tile)}
+
+    def own(first: int, end: int) -> Tensor:
+        part = None if residual is None else residual[first:end]
+        return skinny_product(x[first:end], weight, residual=part, scales=scales, **named)
+
+    to_bf16 = truncated if on.device == "cpu" else Tensor.bfloat16
+    wanted = to_bf16(linear(x.float(), weight.float() if scales is None else weight.float() * scales[:, None]))
+    if "gated" in what:
+        gate, up = wanted.float().chunk(2, -1)
+        wanted = to_bf16(to_bf16(gate / (1 + torch.exp(-gate))).float() * up)
+    if residual is not None:
+        wanted = to_bf16(wanted.float() + residual.float())
+    got = own(0, rows)
+    # Sums in another order round to another number now and then.
+    assert (got.float() - wanted.float()).abs().max() < 0.01 * wanted.float().abs().max()
+    assert (got != wanted).float().mean() < 0.03
+    assert torch.equal(got, own(0, rows)), "a second launch differs"
+    alone = torch.cat([own(row, row + 1) for row in range(min(3, rows))])
+    assert rows > 16 or torch.equal(got[:3], alone), "a row has other bits alone"
+
+
+def truncated(x: Tensor) -> Tensor:
+    """fp32 as Triton's interpreter converts it to bfloat16."""
+    return (x.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
 def norming(on: Kernels, rows: int, width: int, dtype: torch.dtype, offset: float, rounded: bool) -> None:
     x, weight = 2 * randn(rows, 3, width, dtype=dtype), randn(width, dtype=dtype)
     got, want = on.both("rms_norm", x[:, :2], weight, 1e-6, offset, rounded)  # rows apart
@@ -560,102 +598,106 @@ def diagonals(on: Kernels, count: int, *given: Any) -> None:
 # Key heads, query heads of each, head dim, positions that rows hold, new ones, dtype, the rest.
 CAUSAL = (
     (3, 3, 64, (0, 5, 37), 1, BF16, {}),  # decoding
-    (1, 6, 256, (21, 40), 5, BF16, {"page_size": 8, "window": 30}),
     (1, 4, 256, (600,), 3, FP32, {"window": 400, "softcap": 2.0, "sinks": True}),
     (2, 4, 128, (1, 70), 40, BF16, {"page_size": 32, "sinks": True}),  # chunks of prompts
-    (4, 1, 64, (0, 0), 7, FP32, {"page_size": 4}),  # prompts; every head its own keys
     (1, 9, 96, (3, 30), 9, FP32, {"page_size": 8, "window": 5}),
     (2, 2, 24, (17, 0), 4, FP32, {"page_size": 4, "value_width": 12, "sinks": True}),  # latent attention
-    (1, 1, 64, (50, 0), 1, FP32, {"window": 1, "page_size": 2}),  # sees itself only
     (1, 2, 32, (250, 700, 3), 6, FP32, {}),  # one part, three parts and parts without keys
 )
 TREES = (
     (4, 1, 64, (0, 5, 37), 1, FP32, {"nodes": 1, "page_size": 4}),  # decoding; one row begins with nothing
-    (1, 6, 256, (20, 3), 32, BF16, {"nodes": 32, "softcap": 2.0}),
     (1, 2, 256, (23,), 11, FP32, {"nodes": 11, "window": 9, "softcap": 3.0, "sinks": True}),
-    (2, 4, 128, (19,), 64, BF16, {"nodes": 64}),
     (2, 8, 128, (20,), 8, BF16, {"nodes": 8, "window": 2}),  # narrower than the tree is deep
     (1, 2, 64, (5, 9), 6, BF16, {"nodes": 70, "window": 4}),  # the newest of more nodes than a block of keys
     (2, 2, 24, (8, 17), 5, FP32, {"nodes": 9, "value_width": 12, "page_size": 4}),
-    (1, 3, 64, (2, 30), 128, FP32, {"nodes": 130}),
     (2, 4, 128, (19, 1), 9, FP16, {"nodes": 9}),
     (1, 2, 32, (700, 250, 3), 5, FP32, {"nodes": 7}),  # several parts of the committed keys
-    # Trees of every size around a tile's and a block's, two ragged rows.
-    *((1, 2, 16, (5, 18), n, FP32, {"nodes": n, "page_size": 4}) for n in (3, 16, 17, 32, 33)),
+    # Trees of sizes around those of a tile and a block, two ragged rows.
+    *((1, 2, 16, (5, 18), n, FP32, {"nodes": n, "page_size": 4}) for n in (16, 17, 33)),
 )
 IN_ORDER = (
     (3, 3, 64, (0, 5, 37), 1, BF16, {}),  # decoding
-    (2, 4, 128, (70, 1), 30, BF16, {"page_size": 32}),
-    (1, 6, 256, (20, 3), 32, BF16, {"nodes": 32, "softcap": 2.0}),
     (1, 2, 256, (63,), 11, FP32, {"nodes": 11, "window": 9, "softcap": 3.0, "sinks": True}),
     (2, 2, 24, (17, 0), 20, FP32, {"page_size": 4, "value_width": 12, "softcap": 2.0, "sinks": True}),
-    (1, 3, 64, (2, 62), 40, FP32, {"nodes": 40}),  # over the end of a block
+    (1, 3, 64, (2, 62), 40, BF16, {"nodes": 40}),  # over the end of a block
 )
 # Batch, key heads, query heads of each, head dim, positions, dtype, the rest.
 UNROLLED = (
     (1, 2, 4, 128, 150, BF16, {}),
-    (1, 3, 1, 64, 200, FP32, {}),
     (1, 3, 3, 64, 170, BF16, {"window": 20, "starts": (0, 100, 101)}),
     (2, 1, 2, 96, 140, FP32, {"starts": (0, 50), "window": 70, "anchors": 20}),
-    (1, 1, 4, 256, 70, BF16, {"starts": (0, 64)}),
     (2, 1, 3, 16, 9, FP32, {}),
-    (2, 1, 2, 24, 40, FP32, {"starts": (0, 7, 33)}),
-    (2, 2, 2, 64, 150, BF16, {"anchors": 33}),
     (2, 1, 2, 16, 300, FP32, {"starts": (0, 40, 200), "anchors": 170}),  # more queries than a tile has
 )
-# What each group runs, how many of its cases are also compiled (the first ones), and the arguments.
-GROUPS: dict[str, tuple[Callable[..., None], int, tuple[tuple, ...]]] = {
-    "write_kv": (writing, 1, ((1, 1, 9, 128, 256, FP32), (2, 3, 2, 24, 12, FP32), (3, 5, 3, 64, 64, BF16))),
-    "compact": (moving, 2, ((1, 9, 3, 2, 16, 16), (3, 32, 2, 3, 24, 12), (2, 64, 4, 9, 128, 128))),
-    "attend_causal": (attention, 4, CAUSAL),
-    "attend_tree": (attention, 4, TREES),
-    "attend_paths": (attention_in_order, 4, IN_ORDER),
-    "product": (multiplying, 3, (
+# Of skinny_product: outputs, inputs, rows, tile, what.
+SKINNY = (
+    (70, 100, 1, (32, 32, 1), "residual"),  # a tail of outputs, and of inputs
+    (16, 208, 20, (16, 64, 3), "plain"),  # the last part is shorter
+    (44, 100, 16, (32, 32, 2), "gated"),
+    (40, 64, 2, (16, 32, 1), "gated fp8"),
+    (34, 256, 3, None, "fp8"),
+)
+# Products of Llama-3.1-8B and its head, on a GPU alone.
+LARGE = tuple(
+    (*shape, rows, None, what)
+    for shape, what in (
+        ((28672, 4096), "gated"), ((4096, 14336), "residual"), ((6144, 4096), "plain"), ((32000, 4096), "fp8"),
+    )
+    for rows in (1, 4, 16, 32)
+)  # fmt: skip
+# What each group runs, and the arguments.
+GROUPS: dict[str, tuple[Callable[..., None], tuple[tuple, ...]]] = {
+    "write_kv": (writing, ((2, 3, 2, 24, 12, FP32), (3, 5, 3, 64, 64, BF16))),
+    "compact": (moving, ((1, 9, 3, 2, 16, 16), (3, 32, 2, 3, 24, 12), (2, 64, 4, 9, 128, 128))),
+    "attend_causal": (attention, CAUSAL),
+    "attend_tree": (attention, TREES),
+    "attend_paths": (attention_in_order, IN_ORDER),
+    "product": (multiplying, (
         (64, 48, FP32, False, False), (96, 80, BF16, True, False), (32, 8320, FP16, False, False),
         (100, 50, BF16, False, True),
     )),
-    "follow_choices": (walking, 1, ((9, 64), (2, 1), (6, 16), (3, 70))),
-    "rotate": (turning, 2, ((1, 32, 8, 128, BF16), (7, 4, 1, 24, FP32), (5, 3, 3, 64, FP32), (2, 6, 2, 96, BF16))),
-    "gated": (gating, 1, ((1, 14336, BF16), (5, 100, FP32), (3, 1024, BF16))),
-    "rms_norm": (norming, 2, (
+    "follow_choices": (walking, ((9, 64), (2, 1), (3, 70))),
+    "rotate": (turning, ((7, 4, 1, 24, FP32), (5, 3, 3, 64, BF16))),
+    "gated": (gating, ((5, 100, FP32), (3, 1024, BF16))),
+    "rms_norm": (norming, (
         (2, 4096, BF16, 0.0, True), (2, 128, BF16, 1.0, False), (3, 100, FP32, 0.0, True), (1, 64, FP32, 0.0, False),
     )),
-    "rotate_joined": (turning_joined, 3, (
+    "rotate_joined": (turning_joined, (
         (2, 3, (4, 2), 16, "paged"), (1, 2, (3, 1), 24, "normed"), (2, 1, (2, 2), 64, "apart"),
     )),
-    "linear": (multiplied, 0, ((3, 40, 24, "bias"), (3, 40, 24, "residual"))),
-    "gated_linear": (multiplied, 0, ((5, 24, 48, "gated"),)),
-    "scaled_product": (scaled, 1, ((3, 64, 96), (20, 32, 40))),
-    "least_kept": (cutting, 1, ((128256, 2.0), (40, 1.0), (1500, 0.3), (3000, 3.0))),
-    "draw": (drawing, 1, ((4, 128256), (3, 7), (40, 3000), (5, 1024))),
-    "uniform": (numbering, 1, ((3, 70), (1, 1), (200, 2))),
-    "grow_beams": (growing, 2, (
-        (8, 7, 2, False, False), (3, 4, 3, True, False), (2, 2, 1, False, True), (10, 3, 2, True, True),
+    "linear": (multiplied, ((3, 40, 24, "bias"), (3, 40, 24, "residual"))),
+    "gated_linear": (multiplied, ((5, 24, 48, "gated"),)),
+    "scaled_product": (scaled, ((3, 64, 96), (20, 32, 40))),
+    "skinny": (skinny, SKINNY),
+    "least_kept": (cutting, ((128256, 2.0), (40, 1.0), (1500, 0.3), (3000, 3.0))),
+    "draw": (drawing, ((3, 7), (40, 3000))),
+    "uniform": (numbering, ((3, 70), (1, 1))),
+    "grow_beams": (growing, ((8, 7, 2, False, False), (3, 4, 3, True, False), (10, 3, 2, True, True))),
+    "rank_candidates": (ranking, (
+        (8, 4, (32, 20), False), (8, 7, (64, 64), True), (1, 3, (4, 4), False), (2, 4, (14, 1, 9), True),
     )),
-    "rank_candidates": (ranking, 3, (
-        (8, 4, (32, 20), False), (8, 7, (64, 64), True), (8, 3, (64, 2), False),
-        (1, 3, (4, 4), False), (2, 4, (14, 1, 9), True), (4, 5, (63, 63), True),
-    )),
-    "argmax": (greedy, 2, ((5, 9001, FP32), (1, 128256, BF16), (1, 7, FP32), (3, 4096, BF16), (2, 4097, BF16))),
-    "top_log_probs": (top, 3, (
-        (2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 128256, 8, BF16), (1, 7, 7, FP32), (3, 4097, 4, BF16),
-    )),
-    "large_pool": (in_a_large_pool, 0, ((),)),
-    "unrolled": (unrolled, 5, UNROLLED),
-    "diagonals": (diagonals, 2, ((6, 1, 2, 4, 128, 70, BF16), (2, 2, 3, 1, 64, 40), (1, 2, 1, 3, 24, 9))),
-    "score_rows": (scoring, len(ROW_LOSSES), tuple(
-        (name, *case) for case in ((5, 9001, BF16), (4, 7, FP32), (3, 4096, FP32)) for name in ROW_LOSSES
+    "argmax": (greedy, ((5, 9001, FP32), (1, 7, FP32), (2, 4097, BF16))),
+    "top_log_probs": (top, ((2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 7, 7, FP32))),
+    "large_pool": (in_a_large_pool, ((),)),
+    "unrolled": (unrolled, UNROLLED),
+    "diagonals": (diagonals, ((6, 1, 2, 4, 128, 70, BF16), (2, 2, 3, 1, 64, 40), (1, 2, 1, 3, 24, 9))),
+    "score_rows": (scoring, tuple(
+        (name, *case) for case in ((5, 9001, BF16), (4, 7, FP32)) for name in ROW_LOSSES
     )),
 }  # fmt: skip
 
 
-def compare(device: str, kernels: Ops) -> Iterator[tuple[str, int, str | None]]:
-    torch.empty = poisoned_empty
-    for group, (run, _, cases) in GROUPS.items():
+def compare(device: str, groups: list[str]) -> Iterator[tuple[str, int, str | None]]:
+    torch.empty, kernels = poisoned_empty, Kernels(triton_ops(), device)
+    paged_attention.PART_KEYS = 16  # several parts of few keys
+    for group in groups or GROUPS:
+        run, cases = GROUPS[group]
+        if group == "skinny" and device == "cuda":
+            cases = (*cases, *LARGE)
         for number, case in enumerate(cases):
             generator.manual_seed(number)
             try:
-                run(Kernels(kernels, device), *case)
+                run(kernels, *case)
             except Exception:
                 yield group, number, f"{case}\n{traceback.format_exc()}"
                 break
@@ -663,70 +705,6 @@ def compare(device: str, kernels: Ops) -> Iterator[tuple[str, int, str | None]]:
             yield group, len(cases), None
 
 
-def multiply_as_a_gpu() -> None:
-    """Triton's interpreter multiplies fp32 in fp32, whatever `input_precision` is. From now on it does as tensor cores:
-    factors rounded to tf32, or with tf32x3 each factor as the sum of two such numbers."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    plainly = InterpreterBuilder.create_dot
-
-    def rounded(x: Any) -> Any:
-        return ((x.view("int32") + 0x1000) & ~0x1FFF).view("float32")
-
-    def create_dot(builder: Any, a: Any, b: Any, sums: Any, precision: Any, most_imprecise: int) -> Any:
-        def product(left: Any, right: Any, onto: Any) -> Any:
-            return plainly(builder, replace_data(a, left), replace_data(b, right), onto, precision, most_imprecise)
-
-        name = str(precision).rsplit(".", 1)[-1].upper()
-        if name == "IEEE" or a.data.dtype != "float32":
-            return plainly(builder, a, b, sums, precision, most_imprecise)
-        left, right = rounded(a.data), rounded(b.data)
-        if name == "TF32X3":
-            sums = product(rounded(a.data - left), right, product(left, rounded(b.data - right), sums))
-        return product(left, right, sums)
-
-    InterpreterBuilder.create_dot = create_dot
-
-
-def replace_data(handle: Any, data: Any) -> Any:
-    return type(handle)(data, handle.dtype)
-
-
-def compile_for(capability: int) -> Iterator[tuple[str, int, str | None]]:
-    """Launches are caught with their arguments, and compiled as the launch would have them."""
-    from tests.infer.kernels.compiled import Launch, catch_launches, compile_variant, variant
-
-    launches: list[Launch] = []
-    catch_launches(launches)
-    kernels = triton_ops()
-    for group, (run, compiled, cases) in GROUPS.items():
-        launches.clear()
-        for case in cases[:compiled]:
-            try:
-                run(Kernels(kernels, "cpu"), *case)
-            except Exception:  # its numbers are wrong: nothing ran
-                assert launches, f"{case}\n{traceback.format_exc()}"
-        variants = {one.key(): one for one in (variant(launch, capability) for launch in launches)}
-        for number, (key, one) in enumerate(variants.items()):
-            try:
-                made = compile_variant(one, capability)
-                assert made.shared <= SHARED_MEMORY[capability], f"{made.shared} bytes of shared memory"
-            except Exception:
-                yield group, number, f"{key}\n{traceback.format_exc()}"
-                break
-        else:
-            yield group, len(variants), None
-
-
 if __name__ == "__main__":
-    what, where = sys.argv[1:]
-    if what == "compile":
-        outcomes = compile_for(int(where))
-    else:
-        from toolkit.infer.kernels.triton import paged_attention as triton_paged_attention
-
-        triton_paged_attention.PART_KEYS = 16  # several parts of few keys
-        if where == "cpu":
-            multiply_as_a_gpu()
-        outcomes = compare(where, triton_ops())
-    print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))
+    found = {group: {"count": count, "wrong": wrong} for group, count, wrong in compare(sys.argv[1], sys.argv[2:])}
+    print(json.dumps(found))

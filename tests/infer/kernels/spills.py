@@ -8,23 +8,48 @@ Prints one JSON object a line for each variant of a kernel: what it was launched
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tests.infer.kernels.compiled import Launch, catch_launches, compile_variant, variant
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
 
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was caught instead of run. named: further arguments, and options of the compiler."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 launches: list[Launch] = []
-catch_launches(launches)
+
+
+def catch(kernel: JITFunction, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    launches.append(Launch(kernel, tuple(grid), given, named))
+
+
+JITFunction.run = catch
 
 from toolkit.infer.kernels.dispatch import triton_ops  # noqa: E402
 from toolkit.infer.kernels.tree_reference import Beams, Candidates  # noqa: E402
+from toolkit.infer.kernels.triton.skinny_product import skinny_product  # noqa: E402
 from toolkit.train import triton_attention, triton_loss  # noqa: E402
 from toolkit.train.loss import ETA  # noqa: E402
 
@@ -124,6 +149,8 @@ def fused_layer(rows: int, dtype: torch.dtype) -> None:
     """What a fused layer of Llama-3.1-8B takes beside attention, and a product of a float8 head."""
     x, joined = there(rows, 4096, dtype=dtype), there(1, rows, 6144, dtype=dtype)
     OPS.linear(x, there(6144, 4096, dtype=dtype), None, None)
+    if dtype == BF16:
+        skinny_product(x, there(6144, 4096, dtype=dtype), pdl=True)
     OPS.linear(x, there(4096, 4096, dtype=dtype), None, x)
     OPS.gated_linear(x, there(28672, 4096, dtype=dtype))
     OPS.scaled_product(x, there(32000, 4096, dtype=torch.float8_e4m3fn), there(32000, dtype=FP32))
@@ -158,7 +185,8 @@ def other_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         for size in (4096, 14336, vocabulary):
             yield f"product of 4096 by {size}", name, partial(product, 4096, size, dtype)
         yield "entries and layers of Llama-3.1-8B", name, partial(entries, MODELS["Llama-3.1-8B"], dtype)
-        yield "a fused layer of Llama-3.1-8B", name, partial(fused_layer, 4, dtype)
+        for rows in (4, 32):
+            yield f"a fused layer of Llama-3.1-8B, {rows} rows", name, partial(fused_layer, rows, dtype)
         logits = there(4, vocabulary, dtype=dtype)
         yield f"{vocabulary} tokens", name, partial(OPS.argmax, logits)
         yield f"best 10 of {vocabulary}", name, partial(OPS.top_log_probs, logits, 10)
@@ -171,6 +199,32 @@ def other_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
 
 
+def compiled(launch: Launch, capability: int, done: set[str]) -> dict[str, Any] | None:
+    """Compile what the launch would run on sm_<capability> down to machine code. Returns its tile, the bytes of
+    registers that a thread stores to memory, and of shared memory that a block takes; None for a variant of `done`."""
+    kernel, target = launch.kernel, GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, kinds, options = bind(*launch.given, **launch.named)  # by Triton's own rules, which read the values
+    names, values = list(bound), list(bound.values())
+    types = {name: kind for name, (kind, _) in zip(names, kinds, strict=True)}
+    constants = {place: values[place] for place, (kind, _) in enumerate(kinds) if kind == "constexpr"}
+    divisible = {(place,): backend.parse_attr(key) for place, (_, key) in enumerate(kinds) if isinstance(key, str)}
+    variant = repr((kernel.__name__, types, constants, divisible, options))
+    if variant in done:
+        return None
+    done.add(variant)
+    knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = True, True
+    source = ASTSource(kernel, types, {(place,): value for place, value in constants.items()}, divisible)
+    with redirect_stdout(io.StringIO()) as log:
+        made = triton.compile(source, target=target, options=options)
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
+    assert spilled and made.asm["cubin"], f"ptxas said nothing of {kernel.__name__}: {log.getvalue()}"
+    named = {kernel.arg_names[place]: value for place, value in constants.items()} | options
+    tile = {name: named[name] for name in CONSTANTS if name in named}
+    return {"kernel": kernel.__name__, "tile": tile, "spilled": sum(spilled), "shared": made.metadata.shared}
+
+
 def found(capability: int, dots: bool) -> Iterator[dict[str, Any]]:
     """Each variant once: what it was launched for, its tile, and what ptxas says."""
     done: set[str] = set()
@@ -179,14 +233,8 @@ def found(capability: int, dots: bool) -> Iterator[dict[str, Any]]:
         run()
         for launch in launches:
             assert max(launch.grid[1:], default=0) <= MOST_PROGRAMS, f"{case}: {launch.kernel.__name__}{launch.grid}"
-        for one in (variant(launch, capability) for launch in launches):
-            if one.key() in done:
-                continue
-            done.add(one.key())
-            constants = {one.kernel.arg_names[place]: value for (place,), value in one.constants.items()} | one.options
-            tile = {name: constants[name] for name in CONSTANTS if name in constants}
-            named = {"kernel": one.kernel.__name__, "dtype": dtype, "case": case, "tile": tile}
-            yield named | asdict(compile_variant(one, capability))
+            if (one := compiled(launch, capability, done)) is not None:
+                yield {"dtype": dtype, "case": case} | one
     assert dots or launched == KERNELS.keys(), f"no case for {', '.join(KERNELS.keys() - launched)}"
 
 

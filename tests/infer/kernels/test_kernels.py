@@ -17,8 +17,7 @@ KERNELS = {
     "gated", "rms_norm", "rotate_joined", "linear", "gated_linear", "scaled_product", "least_kept", "draw", "uniform",
     "grow_beams", "rank_candidates", "argmax", "top_log_probs",
 }  # fmt: skip
-ALL = {*KERNELS, "large_pool", "score_rows", "unrolled", "diagonals"}
-NOT_COMPILED = {"linear", "gated_linear", "large_pool"}  # the first two: by test_skinny_product.py
+ALL = {*KERNELS, "skinny", "large_pool", "score_rows", "unrolled", "diagonals"}
 # Bytes of registers that a thread spills at most at shapes of real models, by kernel and dtype; 0 for the rest. They
 # may only fall. Compilers differ: these hold for Triton 3.6 and 3.9.
 SPILLED = {
@@ -31,7 +30,7 @@ SPILLED = {
     "_merge": {"bf16": 4},  # of Triton 3.9, at heads of 256
 }
 # Bytes of shared memory that a block can have; for sm_80 those of sm_86 and sm_89, whose kernels are the same.
-SHARED = {80: 101376, 90: 232448}
+SHARED = {80: 101376, 90: 232448, 100: 232448}
 
 
 def check(found: dict[str, Any], groups: set[str]) -> None:
@@ -44,18 +43,22 @@ def check(found: dict[str, Any], groups: set[str]) -> None:
 @pytest.mark.slow
 def test_kernels_equal_their_references_under_the_interpreter() -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
-    check(said_by("infer.kernels.kernel_cases", "compare", "cpu", interpreted=True), ALL)
+    check(said_by("infer.kernels.kernel_cases", "cpu", interpreted=True), ALL)
+
+
+def test_products_of_few_rows_equal_linear() -> None:
+    """With what follows them; a row does not depend on others. The other kernels are in the slow tier."""
+    check(said_by("infer.kernels.kernel_cases", "cpu", "skinny", interpreted=True), {"skinny"})
 
 
 def test_the_best_of_rows_that_are_no_numbers() -> None:
     """A head that breaks down must still give siblings that differ, and scores that can be ranked."""
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     logits[0, 5], logits[1], logits[2, 7], logits[3, :299] = float("nan"), float("nan"), float("inf"), float("-inf")
-    for ops in (REFERENCE, ops_for("cpu")):
-        scores, ids = ops.top_log_probs(logits, 6)
-        assert not scores.isnan().any() and (scores <= 0).all()
-        assert (scores[:3] == -torch.inf).all() and scores[3, 0] == 0 and ids[3, 0] == 299
-        assert all(len(set(row)) == 6 and 0 <= min(row) and max(row) < 300 for row in ids.tolist())
+    scores, ids = REFERENCE.top_log_probs(logits, 6)
+    assert not scores.isnan().any() and (scores <= 0).all()
+    assert (scores[:3] == -torch.inf).all() and scores[3, 0] == 0 and ids[3, 0] == 299
+    assert all(len(set(row)) == 6 and 0 <= min(row) and max(row) < 300 for row in ids.tolist())
 
 
 @pytest.mark.slow
@@ -75,34 +78,24 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_for_gpus(capability: int) -> None:
-    """The interpreter takes what the compiler refuses, and knows no limit of shared memory; compiling needs no GPU."""
-    found = said_by("infer.kernels.kernel_cases", "compile", str(capability))
-    groups = ALL - NOT_COMPILED
-    if capability < 89:  # no float8 there, and none is chosen (float8_linear.takes)
-        groups -= {"scaled_product"}
-        del found["scaled_product"]
-    check(found, groups)
-
-
-@pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED)
-def test_kernels_fit_a_gpu_at_real_shapes(capability: int) -> None:
-    """A kernel that keeps too much in registers works, many times slower; one with too large tiles is not launched."""
-    # The rest of the kernels is the same on all GPUs, and far from any limit.
-    found = lines_of("infer.kernels.spills", str(capability), *([] if capability == max(SHARED) else ["dots"]))
+def test_kernels_compile_and_fit_a_gpu_at_real_shapes(capability: int) -> None:
+    """The interpreter takes what the compiler refuses. A kernel that keeps too much in registers works, many times
+    slower; one with too large tiles is not launched."""
+    # Beside attention the kernels of sm_80 are those of the others, and far from any limit; it has no float8.
+    found = lines_of("infer.kernels.spills", str(capability), *(["dots"] if capability == 80 else []))
     assert len(found) > 30
     for one in found:
-        assert one["spilled"] <= SPILLED.get(one["kernel"], {}).get(one["dtype"], 0), one
         assert one["shared"] <= SHARED[capability], one
+        if capability < 100:
+            assert one["spilled"] <= SPILLED.get(one["kernel"], {}).get(one["dtype"], 0), one
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_equal_their_references_on_a_gpu() -> None:
     """The interpreter knows nothing of what the compiler does."""
-    check(said_by("infer.kernels.kernel_cases", "compare", "cuda"), ALL)
+    check(said_by("infer.kernels.kernel_cases", "cuda"), ALL)
 
 
 def test_the_choice_is_made_by_device() -> None:

@@ -13,9 +13,8 @@ import httpx
 import pytest
 import torch
 
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
@@ -37,6 +36,9 @@ class Told(Ranks):
 
     def agree(self, decide):
         return next(self.decisions)
+
+    def least(self, number):
+        return number - 7
 
 
 def test_a_worker_drafts_what_the_driver_chose():
@@ -63,14 +65,16 @@ def test_a_rank_without_memory_for_a_prompt_ends(tiny_target, monkeypatch):
         engine.step()
 
 
-def test_caches_are_of_one_size():
+def test_caches_are_of_one_size(tiny_target):
     """Who is let in follows from the pages: each rank would admit by its own free memory. Ranks share a CPU's."""
-    shape = KVShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
-    ranks = Told()
-    ranks.least = lambda pages: pages - 7
-    given = MemorySettings(max_total_tokens=16000)
-    assert ranks.memory(given).pool(shape, 1, 64).page_count == given.pool(shape, 1, 64).page_count - 7
-    assert ranks.memory(MemorySettings(mem_fraction_static=0.5)).mem_fraction_static == 0.25
+    options = {"context_length": 64, "max_total_tokens": 1600}
+    assert RankEngine(Told(), tiny_target, **options)._memory.pool.capacity == 1600 // 16 - 7
+    assert (
+        RankEngine(
+            Told(), tiny_target, config=EngineConfig(verify="target", mem_fraction_static=0.5)
+        ).config.mem_fraction_static
+        == 0.25
+    )
 
 
 @pytest.mark.process

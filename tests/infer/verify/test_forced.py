@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.kernels.tree_reference import ancestor_mask
@@ -87,7 +86,7 @@ def test_an_engine_that_is_forced(tiny_target, tiny_draft, recorded: bool, shape
     def answers(forced: ForcedAcceptance | None, capture: Capture | None) -> list:
         engine = Engine(
             tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, capture=capture, forced=forced,
-            memory=MemorySettings(prefix_cache=False),
+            prefix_cache=False,
         )  # fmt: skip
         requests = [engine.add_request(ids, SamplingParams(max_tokens=40, ignore_eos=True)) for ids in ([5, 6], [7, 8])]
         while engine.has_work():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
-from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.attention.layer_attention import register_attention
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
@@ -76,10 +76,10 @@ class AttentionProbe:
         return KVShape(len(layers), kv_heads, key_dim, dtype, device, value_dim)
 
 
-def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
+def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: dict[str, Any]) -> Tensor:
     """Record a layer's call. Raises UnsupportedTargetError if the probe does not reach the layer, for a keyword that is
-    neither in `scoring` nor HARMLESS, for dropout, and for an unsupported mask."""
-    name, others = type(module).__name__, dict(call.others)
+    neither in `scoring` nor HARMLESS, and for an unsupported mask."""
+    name, mask, dropout = type(module).__name__, others.pop("attention_mask"), others.pop("dropout", 0.0)
     metadata: AttentionProbe | None = others.pop("attention_metadata", None)
     if metadata is None:
         raise UnsupportedTargetError(
@@ -87,12 +87,12 @@ def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call:
             "not reach it; use a target of another family, or Hugging Face's generate"
         )
     unknown = [key for key, setting in others.items() if setting is not None and key not in HARMLESS]
-    if unknown or call.dropout:
+    if unknown or dropout:
         raise UnsupportedTargetError(
-            f"{name} calls its attention with {', '.join(unknown) or f'dropout {call.dropout}'}, which the engine does "
+            f"{name} calls its attention with {', '.join(unknown) or f'dropout {dropout}'}, which the engine does "
             "not implement; use a target without it, or Hugging Face's generate"
         )
-    _check_mask(module, call.mask, scoring.window, metadata.max_context)
+    _check_mask(module, mask, scoring.window, metadata.max_context)
     metadata.see(module.layer_idx, q, k, v, scoring)
     return attend_causal(q, k, v, scaling=scoring.scaling)
 

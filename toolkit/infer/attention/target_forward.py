@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from toolkit.errors import TargetError
 from toolkit.infer.attention.batch_invariant import depends_on_threads, make_batch_invariant
 from toolkit.infer.attention.fused_layer import FusedLayers, fuse_norms
-from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.attention.layer_attention import register_attention
 from toolkit.infer.attention.linear_layers import keeping, linear_layers, step_by_node
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
@@ -43,10 +43,10 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
-    """Attend with the forward's metadata. The probe has checked that the rest of `call` can be ignored."""
-    metadata: AttentionMetadata = call.others["attention_metadata"]
-    places: dict[int, int] | None = call.others.get("cache_layers")
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: dict[str, Any]) -> Tensor:
+    """Attend with the forward's metadata. The probe has checked that the rest of `others` can be ignored."""
+    metadata: AttentionMetadata = others["attention_metadata"]
+    places: dict[int, int] | None = others.get("cache_layers")
     layer = module.layer_idx if places is None else places[module.layer_idx]
     return metadata.attend(layer, q, k, v, scoring)
 

@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 
 ROOM = 1024  # positions of a row after the context, for drafted nodes and padding
 LEAST_CONTEXT = 512  # what fits is taken for a context that nobody asked for, if it is at least this long
+CPU_SHARE, GPU_SHARE = 0.125, 0.8  # share of usable memory (CPU) or free memory (GPU) for the cache
 
 
 def free_memory(device: torch.device) -> int:
@@ -34,67 +35,86 @@ def free_memory(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a cache on a GPU is for.
+class CacheNeed:
+    """What a cache is for, and the memory that it may take.
 
-    token_bytes: of one token in all caches on the pool's pages. row_bytes: of each running request beside them. rows:
-    the most running requests. context: tokens of the longest request.
+    shape: of the target's entries. rows: the most running requests. tokens: those of all running requests and cached
+    prefixes together (`max_total_tokens`); None: whole contexts for all rows, as far as they fit into `share` of the
+    machine's or the container's memory, or of a GPU's free memory (None: CPU_SHARE, GPU_SHARE). row_bytes: of each
+    running request beside its pages. token_bytes: of a token in other caches on the pages, such as a head's.
     """
 
-    token_bytes: int
-    row_bytes: int
+    shape: KVShape
     rows: int
-    context: int
+    tokens: int | None = None
+    share: float | None = None
+    row_bytes: int = 0
+    token_bytes: int = 0
 
-    def tokens(self, free: int, share: float) -> int:
-        """Return the tokens that fit into `share` of `free` bytes, at most whole contexts of all rows.
-
-        Raises EngineError if not even one context fits, with the context or the number of rows that would.
-        """
-        room, one = self._room(free * share), self.context + ROOM
-        if room >= one:
-            return min(self.rows * one, room)
-        raise EngineError(
-            f"{self._shortage(free, share)}: {self._what_fits(room, free * share)}, or raise `mem_fraction_static`"
-        )
-
-    def longest_context(self, free: int, share: float) -> int:
-        """Return the context, or a shorter one that fits. If next to nothing fits it is the context."""
-        fits = _in_pages(self._room(free * share) - ROOM)
-        if fits >= self.context or fits < LEAST_CONTEXT:
-            return self.context
-        logger.warning("%s: `context_length` is %d here", self._shortage(free, share), fits)
+    def context(self, longest: int) -> int:
+        """Return `longest` tokens, or the shorter context that fits on a GPU; then the log says so. If next to nothing
+        fits it is `longest`, which `pages` refuses."""
+        if not self._on_gpu or self.tokens is not None:
+            return longest
+        free = free_memory(self.shape.device)
+        fits = _in_pages(self._room(free * self._share) - ROOM)
+        if fits >= longest or fits < LEAST_CONTEXT:
+            return longest
+        logger.warning("%s: `context_length` is %d here", self._shortage(longest, free), fits)
         return fits
 
-    def check_tokens(self, tokens: int, free: int) -> None:
-        """Raise EngineError if a cache of `tokens` tokens (`max_total_tokens`) exceeds `free` bytes."""
-        room = self._room(free)
-        if tokens > room:
-            raise EngineError(
-                f"`max_total_tokens` is {tokens}, which need {_gb(tokens * self.token_bytes)} of cache, and "
-                f"{_gb(free)} are free: lower it to at most {_in_pages(room)}"
-            )
+    def pages(self, context: int) -> int:
+        """Return the number of pages of a cache for requests of at most `context` tokens.
+
+        Raises EngineError if a GPU has no room for one request, with the context that would fit, or for `tokens`.
+        """
+        one = context + ROOM
+        free = free_memory(self.shape.device) if self._on_gpu else usable_memory()
+        if self._on_gpu:
+            self._check(one, free)
+        if self.tokens is not None:
+            return self.tokens // PAGE_SIZE
+        room = self._room(free * self._share)
+        return max(one, min(self.rows * one, room)) // PAGE_SIZE
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.shape.device.type == "cuda"
+
+    @property
+    def _share(self) -> float:
+        return self.share or (GPU_SHARE if self._on_gpu else CPU_SHARE)
+
+    @property
+    def _bytes(self) -> int:
+        """Of a token in all caches on the pages."""
+        return self.shape.bytes_per_token + self.token_bytes
 
     def _room(self, budget: float) -> int:
-        return max(0, int(budget) - self.rows * self.row_bytes) // self.token_bytes
+        """The tokens that fit into so many bytes."""
+        return max(0, int(budget) - self.rows * self.row_bytes) // self._bytes
 
-    def _shortage(self, free: int, share: float) -> str:
-        wanted = (self.context + ROOM) * self.token_bytes + self.rows * self.row_bytes
+    def _check(self, one: int, free: int) -> None:
+        """Raise EngineError if a GPU with so many free bytes has no room for `tokens`, or for one request."""
+        if self.tokens is not None and self.tokens > (room := self._room(free)):
+            raise EngineError(
+                f"`max_total_tokens` is {self.tokens}, which need {_gb(self.tokens * self._bytes)} of cache, and "
+                f"{_gb(free)} are free: lower it to at most {_in_pages(room)}"
+            )
+        if self.tokens is None and one > (room := self._room(free * self._share)):
+            fits = _in_pages(room - ROOM)
+            lower = f"lower `context_length` to at most {fits}" if fits > 0 else "lower `max_running_requests`"
+            raise EngineError(
+                f"{self._shortage(one - ROOM, free)}: {lower}, raise `mem_fraction_static`, or take a smaller or "
+                "quantised target"
+            )
+
+    def _shortage(self, context: int, free: int) -> str:
+        wanted = (context + ROOM) * self._bytes + self.rows * self.row_bytes
         return (
-            f"one request of {self.context} tokens (`context_length`) and room for drafts needs {_gb(wanted)} of "
-            f"cache, and {_gb(free * share)} are there ({share:g} of {_gb(free)} free)"
+            f"one request of {context} tokens (`context_length`) and room for drafts needs {_gb(wanted)} of cache, and "
+            f"{_gb(free * self._share)} are there ({self._share:g} of {_gb(free)} free)"
         )
-
-    def _what_fits(self, room: int, budget: float) -> str:
-        context = _in_pages(room - ROOM)
-        if context > 0:
-            each = _in_pages(room // self.rows - ROOM)
-            all_rows = f", or {each} for {self.rows} whole requests at once" if 0 < each < context else ""
-            return f"lower `context_length` to at most {context}{all_rows}"
-        rows = max(0, int(budget) - (self.context + ROOM) * self.token_bytes) // max(1, self.row_bytes)
-        if self.row_bytes and rows:
-            return f"lower `max_running_requests` from {self.rows} to at most {rows}"
-        return "no context fits; free memory of the GPU, or take a smaller or quantised target"
 
 
 def _in_pages(tokens: int) -> int:
@@ -104,68 +124,6 @@ def _in_pages(tokens: int) -> int:
 
 def _gb(number: float) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
-
-
-CPU_SHARE, GPU_SHARE = 0.125, 0.8  # share of usable memory (CPU) or free memory (GPU) for the target's cache
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """Cache size, prefix cache and prefill settings of an engine.
-
-    max_total_tokens: maximum number of tokens in the cache, for running requests and cached prefixes together. When
-    they run out, the cache evicts prefixes first; then the engine preempts the youngest requests and prefills them
-    again later. None: whole contexts for all rows, limited to an eighth of the machine's or the container's memory (0.8
-    of a GPU's free memory) for the target's cache.
-    prefix_cache: do not prefill again the part that a prompt shares with an earlier text.
-    chunked_prefill_size: prompt tokens per prefill chunk, between two rounds of running requests.
-    mem_fraction_static: share of the same memory, in place of the default; not together with max_total_tokens.
-    """
-
-    max_total_tokens: int | None = None
-    prefix_cache: bool = True
-    chunked_prefill_size: int = 1024
-    mem_fraction_static: float | None = None
-
-    def context(self, shape: KVShape, max_running_requests: int, asked: int | None, longest: int, *beside: int) -> int:
-        """Return the context length of an engine: `asked`, or without it `longest`, at most `longest` tokens.
-
-        If nothing is asked and a GPU has no room for `longest` tokens, it is what has room, and the log says so.
-        beside: row_bytes and token_bytes of `pool`.
-        """
-        if asked is not None or shape.device.type != "cuda" or self.max_total_tokens is not None:
-            return min(asked or longest, longest)
-        return self._needed(shape, max_running_requests, longest, *beside).longest_context(
-            free_memory(shape.device), self.mem_fraction_static or GPU_SHARE
-        )
-
-    def pool(
-        self, shape: KVShape, max_running_requests: int, context_length: int, row_bytes: int = 0, token_bytes: int = 0
-    ) -> PagePool:
-        """Return a page pool for cache entries of `shape`.
-
-        row_bytes, token_bytes: what a running request takes of the same memory beside its pages; what a token takes in
-        other caches on the pages, such as a head's. Raises EngineError if a GPU has no room for one request.
-        """
-        longest = context_length + max(ROOM, self.chunked_prefill_size)
-        pages = self._pages(shape, self._needed(shape, max_running_requests, context_length, row_bytes, token_bytes))
-        return PagePool(max_running_requests, longest, pages)
-
-    def _needed(self, shape: KVShape, rows: int, context: int, row_bytes: int, token_bytes: int) -> Need:
-        return Need(shape.bytes_per_token + token_bytes, row_bytes, rows, context)
-
-    def _pages(self, shape: KVShape, needed: Need) -> int:
-        free = free_memory(shape.device) if shape.device.type == "cuda" else None
-        if self.max_total_tokens is not None:
-            if free is not None:
-                needed.check_tokens(self.max_total_tokens, free)
-            return self.max_total_tokens // PAGE_SIZE
-        if free is not None:
-            return needed.tokens(free, self.mem_fraction_static or GPU_SHARE) // PAGE_SIZE
-        share = int(usable_memory() * (self.mem_fraction_static or CPU_SHARE))
-        one = needed.context + ROOM
-        room = max(0, share - needed.rows * needed.row_bytes) // shape.bytes_per_token
-        return max(min(needed.rows * one, room), one) // PAGE_SIZE
 
 
 class KVMemory:
@@ -202,12 +160,9 @@ class KVMemory:
                 f"at most); the cache holds {held}: draft less, raise `max_total_tokens`, or lower `context_length`"
             )
 
-    def admit(
-        self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True, reuse: bool = True
-    ) -> int | None:
+    def admit(self, row: int, tokens: Sequence[int], reserve: int, reuse: bool = True) -> int | None:
         """Give the empty row pages for `tokens` and one step after them; `reuse` the longest cached prefix.
 
-        drafted: the prefix must hold the drafter's entries too; otherwise the target's entries suffice.
         reserve: pages that must stay free for running requests.
         Returns the number of tokens that need no prefill, or None if there is no room. At least max(1, lookahead)
         tokens are left for prefill.
@@ -216,7 +171,7 @@ class KVMemory:
         found: list[int] = []
         states: Snapshot | None = None
         if self._prefixes is not None and reuse:
-            wanted = (tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
+            wanted = (tokens, (len(tokens) - max(1, self._lookahead)) // size)
             if self._states is None:
                 found = self._prefixes.find(*wanted)
             else:
@@ -242,20 +197,16 @@ class KVMemory:
         room = self._free(sum(self.pool.missing(row, count) for row, count in enumerate(positions)))
         return room and all(self.pool.grow(row, count) for row, count in enumerate(positions))
 
-    def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
-        """Cache the row's first `positions` positions as a prefix. drafted: the drafter's cache holds them too."""
+    def keep(self, row: int, tokens: Sequence[int], positions: int) -> None:
+        """Cache the row's first `positions` positions as a prefix: those that the drafter has read too."""
         if self._prefixes is not None:
             states = None if self._states is None else self._states.snapshot(row)
-            self._prefixes.keep(tokens, row, positions, self._whole(drafted), states)
+            self._prefixes.keep(tokens, row, positions, states)
 
     def forget_prefixes(self) -> None:
         """Drop all cached prefixes."""
         if self._prefixes is not None:
             self._prefixes.clear()
-
-    def _whole(self, drafted: bool) -> bool:
-        """Whether pages hold all entries of their tokens; without lookahead the target's entries are all of them."""
-        return drafted or not self._lookahead
 
     def release(self, row: int) -> None:
         self.releases += 1

@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels.paged_reference import places_in
 from toolkit.infer.request.draft_tree import upload
 
 PAGE_SIZE = 16
@@ -132,12 +131,6 @@ class PagePool:
             self._spare.append(page)
 
     # -- addresses -----------------------------------------------------------------------------------------------------
-
-    def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
-        """Return [B, count] int64: the cache entries of positions starts[b] .. starts[b]+count-1 of row first_row+b."""
-        positions = upload(starts, device)[:, None] + torch.arange(count, device=device)
-        table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
-        return places_in(table, positions, self.page_size)
 
     def holders(self, page: int) -> int:
         """Number of holders of the page."""

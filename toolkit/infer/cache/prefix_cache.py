@@ -8,9 +8,7 @@ the page before it. With pages of 4 and a lookahead of 1:
     page 0   t0 t1 t2 t3   t4
     page 1                 t4 t5 t6 t7   t8
 
-A request without drafts leaves target-only pages: they hold the target's entries, not the drafter's. Their key is their
-own tokens, and only requests without drafts find them. A target-only page may be the child of a whole page, never its
-parent.
+Only rows whose drafter has read them are cached.
 
 The cache compares tokens, not hashes. It evicts the least recently used pages first, and a child before its parent.
 """
@@ -24,7 +22,7 @@ from dataclasses import dataclass, field
 from toolkit.infer.cache.linear_states import STATES_PER_ROW, Snapshot
 from toolkit.infer.cache.page_pool import PagePool
 
-_Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's entries too, and the tokens of the key
+_Key = tuple[int, ...]  # tokens
 
 
 @dataclass(eq=False)
@@ -49,35 +47,29 @@ class PrefixCache:
         """All pages that the cache holds."""
         return [node.page for node in self._recency]
 
-    def find(self, tokens: Sequence[int], most: int, drafted: bool = True) -> list[int]:
-        """Return the pages of the longest cached prefix of `tokens`, at most `most`; mark them as most recently used.
-
-        drafted: the pages must hold the drafter's entries too.
-        """
-        path = self._path(tokens, most, drafted)
+    def find(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return the pages of the longest cached prefix of `tokens`, at most `most`; mark them as used."""
+        path = self._path(tokens, most)
         self._touch(path)
         return [node.page for node in path]
 
-    def find_states(self, tokens: Sequence[int], most: int, drafted: bool = True) -> tuple[list[int], Snapshot | None]:
+    def find_states(self, tokens: Sequence[int], most: int) -> tuple[list[int], Snapshot | None]:
         """As `find`, for a hybrid target: the longest prefix at whose end states are kept, and these states."""
-        path = self._path(tokens, most, drafted)
+        path = self._path(tokens, most)
         while path and path[-1].states is None:
             path.pop()
         self._touch(path)
         return [node.page for node in path], path[-1].states if path else None
 
-    def keep(
-        self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True, states: Snapshot | None = None
-    ) -> None:
+    def keep(self, tokens: Sequence[int], row: int, positions: int, states: Snapshot | None = None) -> None:
         """Cache the row's pages of its first `positions` positions, and the row's `states`.
 
-        Only full pages are cached, and with `drafted` only those whose next `lookahead` tokens are known.
-        tokens: the tokens of the row. drafted: the drafter's entries are valid too.
+        Only full pages are cached whose next `lookahead` tokens are known. tokens: the tokens of the row.
         """
-        complete = min(positions, len(tokens) - (self._lookahead if drafted else 0)) // self._pool.page_size
-        path = self._path(tokens, complete, drafted)
+        complete = min(positions, len(tokens) - self._lookahead) // self._pool.page_size
+        path = self._path(tokens, complete)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
-            key = self._key(tokens, number, drafted)
+            key = self._key(tokens, number)
             above = path[-1].children if path else self._roots
             node = above[key] = _Node(page, above, key)
             path.append(node)
@@ -130,32 +122,19 @@ class PrefixCache:
                     break
         return found
 
-    def _path(self, tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
-        """Return the longest path: whole pages and, unless `drafted`, target-only pages after them."""
-        whole = self._follow([], tokens, most, drafted=True)
-        if drafted or len(whole) >= most:
-            return whole
-        best = whole
-        for length in range(len(whole), -1, -1):
-            children = whole[length - 1].children if length else self._roots
-            if self._key(tokens, length, drafted=False) in children:
-                found = self._follow(whole[:length], tokens, most, drafted=False)
-                best = found if len(found) > len(best) else best  # on a tie, the path with more whole pages wins
-        return best
-
-    def _follow(self, path: list[_Node], tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
-        """Extend `path` with all matching pages of that kind, up to `most` pages."""
+    def _path(self, tokens: Sequence[int], most: int) -> list[_Node]:
+        """Return the longest path of matching pages, at most `most`."""
+        path: list[_Node] = []
         while len(path) < most:
-            node = (path[-1].children if path else self._roots).get(self._key(tokens, len(path), drafted))
+            node = (path[-1].children if path else self._roots).get(self._key(tokens, len(path)))
             if node is None:
                 break
             path.append(node)
         return path
 
-    def _key(self, tokens: Sequence[int], number: int, drafted: bool) -> _Key:
+    def _key(self, tokens: Sequence[int], number: int) -> _Key:
         size = self._pool.page_size
-        lookahead = self._lookahead if drafted else 0
-        return drafted, tuple(tokens[number * size : (number + 1) * size + lookahead])
+        return tuple(tokens[number * size : (number + 1) * size + self._lookahead])
 
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):  # a parent is always more recent than its children

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.infer.cpu.compile_cpp import load_vectorised
+from toolkit.infer.cpu.compile_cpp import load_cpp
 from toolkit.infer.kernels.paged_reference import Pages
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -26,7 +26,7 @@ ARGUMENTS = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 17 + [ctypes.c_double]
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    library = load_vectorised(SOURCE)
+    library = load_cpp(SOURCE)
     if library is not None:
         for name in FUNCTIONS.values():
             getattr(library, name).argtypes, getattr(library, name).restype = ARGUMENTS, None

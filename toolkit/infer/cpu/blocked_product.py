@@ -1,6 +1,5 @@
 """Weights in blocks, bfloat16 or int8, our native product of bfloat16 rows with them (blocked_product.cpp), and the
-linear layers that have such weights. Layers that read the same input (q, k and v; gate and up) share one product: one
-large product takes less time than several small ones.
+linear layers that have such weights.
 
 Speed against oneDNN with packed weights, on two cores of an Intel Xeon, over all bfloat16 weights of the demo target:
 without AMX 1.5 to 1.8 times at 1 to 512 rows; with AMX 1.4 times at 1 to 16 rows, equal at 64 to 1024. With few rows,
@@ -16,15 +15,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.infer.cpu.compile_cpp import load_vectorised
+from toolkit.infer.cpu.compile_cpp import load_cpp
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import FixedLinear
 
@@ -36,7 +35,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """None if the CPU lacks AVX2 or FMA, or if the library cannot be compiled."""
-    library = load_vectorised(SOURCE)
+    library = load_cpp(SOURCE)
     if library is not None:
         library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None
@@ -103,113 +102,74 @@ def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tenso
     return out
 
 
-# Layers of one module that its forward calls with the same tensor, in the order of the calls.
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 class BlockedLinear(FixedLinear):
     """A linear layer whose weight is in blocks if `blocked` is true.
 
-    joined: the product that this layer is part of, if any; rows: the layer's outputs in it.
+    packed: the weight as the product reads it. scale: of each output, [N] float32, of int8 blocks. joined: the product
+    that this layer is part of, if any; then packed, scale and bias are views of its tensors.
     """
 
     blocked: bool
-    joined: JoinedProduct | None = None
-    rows = slice(0)
-
-    @property
-    @abstractmethod
-    def blocks(self) -> Tensor:
-        """The blocks of `to_blocks` that hold the weight; with those of the other joined layers, if any."""
-
-    @property
-    def block_scale(self) -> Tensor | None:
-        """The scale [N] float32 of int8 blocks."""
-        return None
+    packed: Tensor
+    scale: Tensor | None
+    joined: Joined | None = None
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]
         return self.blocked
 
-    @abstractmethod
-    def hold(self, blocks: Tensor) -> None:
-        """Take `blocks` as the blocks that hold the weight."""
-
-    def set_blocks(self, blocks: Tensor) -> None:
-        """Copy `blocks` into the layer's own blocks, and its scale and bias into the product that it is part of."""
-        self.own_blocks().copy_(blocks)
-        for joined, own in () if self.joined is None else self.joined.copies(self):
-            joined[self.rows] = own
-
-    def own_blocks(self) -> Tensor:
-        """The blocks of this layer alone."""
-        if self.joined is None:
-            return self.blocks
-        width = self.blocks.shape[2]
-        return self.blocks[self.rows.start // width : self.rows.stop // width]
-
     def blocked_product(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N]; only if the weight is in blocks."""
-        if self.joined is None:
-            return blocked_product(inputs, self.blocks, self.block_scale, self.bias, self.out_features)
-        product = self.joined(inputs, self.rows)
-        if product is None:
-            return blocked_product(inputs, self.own_blocks(), self.block_scale, self.bias, self.out_features)
-        return product[..., self.rows]
+        return blocked_product(inputs, self.packed, self.scale, self.bias, self.out_features)
 
 
-class JoinedProduct:
-    """The product of all `layers` with one input. The first layer computes it, the others take their outputs from it.
+@dataclass(frozen=True)
+class Joined:
+    """The blocks of layers with the same input, one after another: one product has the outputs of all."""
 
-    The input is recognised by its identity. A layer with another input computes its own product. So two threads that
-    share a model may compute a product twice, but never take each other's.
-    """
+    blocks: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+    outputs: int
 
-    def __init__(self, layers: Sequence[BlockedLinear]) -> None:
-        self.blocks = torch.cat([layer.blocks for layer in layers])
-        scales = [layer.block_scale for layer in layers if layer.block_scale is not None]
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.scale, self.bias = (torch.cat(parts) if parts else None for parts in (scales, biases))
-        self.outputs = 0
-        self._known: tuple[Tensor, Tensor] | None = None  # an input and its product
-        for layer in layers:
-            layer.hold(self.blocks)
-            layer.joined, layer.rows = self, slice(self.outputs, self.outputs + layer.out_features)
-            self.outputs += layer.out_features
+    def blocked_product(self, inputs: Tensor) -> Tensor:
+        """[..., K] -> [..., outputs]."""
+        return blocked_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
 
-    def copies(self, layer: BlockedLinear) -> list[tuple[Tensor, Tensor]]:
-        """The product's scale and bias, each with that of the layer, of which it holds a copy."""
-        pairs = ((self.scale, layer.block_scale), (self.bias, layer.bias))
-        return [(joined, own) for joined, own in pairs if joined is not None and own is not None]
 
-    def __call__(self, inputs: Tensor, rows: slice) -> Tensor | None:
-        """inputs [..., K] -> [..., sum of N], for the layer with these `rows`.
-
-        None: the layer must compute its own product.
-        """
-        if rows.start == 0:
-            product = blocked_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
-            self._known = (inputs, product)
-            return product
-        known = self._known  # read once: another thread may replace it
-        if known is None or known[0] is not inputs:
-            return None
-        if rows.stop == self.outputs:
-            self._known = None  # for a long prompt it takes megabytes
-        return known[1]
+# Layers of one module that its forward calls with the same tensor.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def join_products(model: nn.Module) -> None:
-    """Join the layers of SAME_INPUT in every module of `model`, if their blocks are of one kind."""
+    """Lay the weights of SAME_INPUT side by side in every module of `model`, if their blocks are of one kind: a native
+    layer (decoder_layer.py) then has one product for all of them."""
     for parent in model.modules():
         for names in SAME_INPUT:
             layers = [getattr(parent, name, None) for name in names]
             joinable = [layer for layer in layers if isinstance(layer, BlockedLinear) and _fills_blocks(layer)]
             kinds = {(type(layer), layer.in_features, layer.bias is None) for layer in joinable}
             if len(joinable) == len(names) and len(kinds) == 1:
-                JoinedProduct(joinable)
+                _join(joinable)
 
 
 def _fills_blocks(layer: BlockedLinear) -> bool:
     """Whether the weight fills its blocks, without rows of padding at the end."""
-    return layer.blocked and layer.joined is None and layer.out_features % layer.blocks.shape[2] == 0
+    return layer.blocked and layer.joined is None and layer.out_features % layer.packed.shape[2] == 0
+
+
+def _join(layers: Sequence[BlockedLinear]) -> None:
+    blocks = torch.cat([layer.packed for layer in layers])
+    scales = [layer.scale for layer in layers if layer.scale is not None]
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    scale, bias = (torch.cat(parts) if parts else None for parts in (scales, biases))
+    joined = Joined(blocks, scale, bias, sum(layer.out_features for layer in layers))
+    first = 0
+    for layer in layers:
+        rows, width = slice(first, first + layer.out_features), blocks.shape[2]
+        layer.joined, layer.packed = joined, blocks[rows.start // width : rows.stop // width]
+        if scale is not None:
+            layer.scale = scale[rows]
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+        first = rows.stop

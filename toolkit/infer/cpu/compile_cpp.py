@@ -7,14 +7,12 @@ links the OpenMP library of PyTorch, so that both share one set of threads.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ import torch
 from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
+from toolkit.threads import cpu_info
 
 log = get_logger(__name__)
 
@@ -33,44 +32,30 @@ HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "atte
 INSTEAD = "PyTorch's slower operators are used instead"
 
 
-def compiler_name() -> str:
-    """The C++ compiler that $CXX names, else the system's default; it may not be installed."""
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-
-
 def compiler() -> str | None:
-    """The path of the C++ compiler; None if it is not installed."""
-    return shutil.which(compiler_name())
-
-
-@functools.cache
-def cpu_flags() -> tuple[str, ...]:
-    """The instruction sets of this CPU; empty if the system does not list them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return tuple(sorted(flags.partition(":")[2].split()))
+    """The path of the C++ compiler that $CXX names, else of the system's default; None if it is not installed."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
 def load_cpp(source: Path) -> ctypes.CDLL | None:
-    """The library of one C++ file; None, with the reason in the log, if it cannot be compiled or loaded."""
+    """The library of one C++ file; None on a CPU without AVX2 and FMA, which vectors.h needs, or, with the reason in
+    the log, if the file cannot be compiled or loaded."""
+    if not has_vectors():
+        return None
     openmp = openmp_of_torch()
     try:
         texts = [file.read_text(encoding="utf-8") for file in (source, *HEADERS)]
-        decides = (texts, torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
+        decides = (texts, torch.__version__, cpu_info().get("flags"), FLAGS, Path(openmp or "").name)
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
         folder = cache_root() / "compiled" / f"{source.stem}-{key}"
-        if not folder.is_dir() and not _may_compile(source, folder):
+        if not folder.is_dir() and compiler() is None:
+            log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
             return None
         build_once(folder, lambda made: _compile(source, made / LIBRARY, openmp))
         return ctypes.CDLL(str(folder / LIBRARY))
     except subprocess.CalledProcessError as error:
         why = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
         log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, INSTEAD)
-        with suppress(OSError):
-            _failure(folder).write_text(_identity(), encoding="utf-8")
     except (OSError, TargetError) as error:
         log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, INSTEAD)
     return None
@@ -78,35 +63,7 @@ def load_cpp(source: Path) -> ctypes.CDLL | None:
 
 def has_vectors() -> bool:
     """Whether this CPU has the vectors that vectors.h needs (AVX2 and FMA)."""
-    return all(flag in cpu_flags() for flag in ("avx2", "fma"))
-
-
-def load_vectorised(source: Path) -> ctypes.CDLL | None:
-    """Like load_cpp, for a file that includes vectors.h; None also on a CPU without such vectors."""
-    return load_cpp(source) if has_vectors() else None
-
-
-def _may_compile(source: Path, folder: Path) -> bool:
-    """Whether there is a compiler that has not failed on this file before."""
-    if compiler() is None:
-        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
-        return False
-    failure = _failure(folder)
-    if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
-        log.info("%s is not compiled: %s failed before; %s (see %s)", source.name, compiler(), INSTEAD, failure)
-        return False
-    return True
-
-
-def _failure(folder: Path) -> Path:
-    """The file that marks a failed compilation, so that later starts do not try again."""
-    return folder.with_name(f"{folder.name}.failed")
-
-
-def _identity() -> str:
-    """The compiler's path and modification time."""
-    path = Path(compiler() or "").resolve()
-    return f"{path} {path.stat().st_mtime_ns}"
+    return {"avx2", "fma"} <= {*cpu_info().get("flags", "").split()}
 
 
 def _compile(source: Path, library: Path, openmp: str | None) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from toolkit.heads.decoder_layer import rms_norm
-from toolkit.infer.cpu.blocked_product import BlockedLinear, JoinedProduct
-from toolkit.infer.cpu.compile_cpp import load_vectorised
+from toolkit.infer.cpu.blocked_product import BlockedLinear
+from toolkit.infer.cpu.compile_cpp import load_cpp
 from toolkit.infer.kernels.paged_reference import Scoring
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -47,7 +47,7 @@ class _Layer(ctypes.Structure):
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """None if the CPU lacks AVX2 or FMA, or if the library cannot be compiled."""
-    library = load_vectorised(SOURCE)
+    library = load_cpp(SOURCE)
     if library is not None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         inputs: list[Any] = [address] * 4 + [number]  # x, embeds, cos, sin, stride
@@ -82,7 +82,7 @@ class NativeLayer:
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         # C++ has their addresses.
-        self._held = [*layer.parameters(), *layer.buffers(), attention.q_proj.joined, mlp.gate_proj.joined]
+        self._held = [*layer.parameters(), *layer.buffers()]
 
     def run(
         self,
@@ -202,16 +202,16 @@ def _is_packed(layer: Any, hidden: int) -> bool:
     others = {one.dtype for one in layer.parameters()} - {torch.bfloat16}  # norms are read by address
     if hooked or others or not packed or any(one.joined is None for one in (attention.q_proj, mlp.gate_proj)):
         return False
-    lanes = mlp.gate_proj.blocks.shape[2] // 2
+    lanes = mlp.gate_proj.packed.shape[2] // 2
     return bool(attention.head_dim % (2 * lanes) == 0 and hidden % lanes == 0)
 
 
 def _linear(linear: BlockedLinear) -> _Linear:
-    of: BlockedLinear | JoinedProduct = linear if linear.joined is None else linear.joined
-    outputs = linear.out_features if linear.joined is None else linear.joined.outputs
-    scale = linear.block_scale if linear.joined is None else linear.joined.scale
-    addresses = [None if one is None else one.data_ptr() for one in (of.blocks, scale, of.bias)]
-    return _Linear(*addresses, outputs, linear.in_features)
+    joined, outputs = linear.joined, linear.out_features
+    parts: tuple[Tensor | None, ...] = (linear.packed, linear.scale, linear.bias)
+    if joined is not None:
+        parts, outputs = (joined.blocks, joined.scale, joined.bias), joined.outputs
+    return _Linear(*(None if one is None else one.data_ptr() for one in parts), outputs, linear.in_features)
 
 
 def _norm(norm: Any) -> _Norm:

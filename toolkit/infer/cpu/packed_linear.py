@@ -8,44 +8,31 @@ Packing reorders it once. bfloat16 weights get the blocks of our native product 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.infer.cpu.blocked_product import BlockedLinear, from_blocks, join_products, takes, to_blocks
-from toolkit.log import get_logger
 
-log = get_logger(__name__)
-
-# Rounding error of a sum of a few thousand terms, relative to the largest result.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PackedLinear(BlockedLinear):
     """`nn.Linear` for inference on a CPU; `weight` is unpacked at every call.
 
-    packed: the weight that the product reads. dense: the unpacked weight, kept only if it is tied to the embedding.
+    dense: the unpacked weight, kept only if it is tied to the embedding.
     """
-
-    packed: Tensor
 
     def __init__(self, linear: nn.Linear, *, keep_dense: bool = False) -> None:
         super().__init__(linear)
         self.dense = linear.weight if keep_dense else None
         self.blocked = takes(linear.weight)
         self.register_buffer("packed", _pack(linear.weight, blocked=self.blocked), persistent=False)
+        self.register_buffer("scale", None)
 
     @property
     def weight(self) -> Tensor:
         if self.dense is not None:
             return self.dense
-        return from_blocks(self.own_blocks(), self.out_features) if self.blocked else self.packed.to_dense()
-
-    @property
-    def blocks(self) -> Tensor:
-        return self.packed
-
-    def hold(self, blocks: Tensor) -> None:
-        self.packed = blocks
+        return from_blocks(self.packed, self.out_features) if self.blocked else self.packed.to_dense()
 
     def nbytes(self) -> int:
         held = self.in_features * self.out_features * self.packed.element_size()
@@ -59,58 +46,38 @@ class PackedLinear(BlockedLinear):
     def set_weight(self, weight: Tensor) -> None:
         packed = _pack(weight.to(self.packed.dtype), blocked=self.blocked)
         if self.blocked:
-            self.set_blocks(packed)
+            self.packed.copy_(packed)
         else:  # tensors in oneDNN's order cannot be copied into
             self.packed = packed
 
     def like(self, linear: nn.Linear) -> nn.Module:
-        return _packed_or_own(linear)
+        return PackedLinear(linear)
 
 
 @torch.no_grad()
 def pack_linears(model: nn.Module, tied: Tensor | None = None) -> int:
-    """Replaces linear layers of `model` by packed ones, if they are on a CPU and have a dtype of TOLERANCE.
+    """Replaces linear layers of `model` by packed ones, if they are on a CPU and PyTorch can pack them.
 
-    Returns how many. `tied`: a weight that stays in memory in any case (the token embedding's). A layer is not replaced
-    if PyTorch cannot pack it, or if its packed product is wrong.
+    Returns how many. `tied`: a weight that stays in memory in any case (the token embedding's).
     """
     count = 0
     for path, module in list(model.named_modules()):
         # Subclasses may do more than multiply. A head's OutputMatrix receives the product as an argument: it can be
         # packed.
         plain = type(module) is nn.Linear or getattr(module, "takes_product", False)
-        if not plain or not isinstance(module, nn.Linear):
-            continue
-        packed = _packed_or_own(module, tied is not None and module.weight.data_ptr() == tied.data_ptr())
-        if packed is module:
+        if not plain or not isinstance(module, nn.Linear) or not _packs(module.weight):
             continue
         parent, _, own = path.rpartition(".")
-        setattr(model.get_submodule(parent), own, packed)
+        is_tied = tied is not None and module.weight.data_ptr() == tied.data_ptr()
+        setattr(model.get_submodule(parent), own, PackedLinear(module, keep_dense=is_tied))
         count += 1
     join_products(model)
     return count
 
 
-def _packed_or_own(linear: nn.Linear, keep_dense: bool = False) -> nn.Module:
-    """The packed layer; `linear` itself if it cannot be packed, or if its packed product is wrong."""
-    if not _packs(linear.weight):
-        return linear
-    packed = PackedLinear(linear, keep_dense=keep_dense)
-    x = torch.randn(5, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
-    expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
-    allowed = TOLERANCE[linear.weight.dtype] * float(expected.abs().max())
-    if not bool(((expected - got).abs() <= allowed).all()):
-        log.warning("a linear layer (%s) is not packed: its packed product is wrong", packed.extra_repr())
-        return linear
-    return packed
-
-
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def _packs(weight: Tensor) -> bool:
-    if not _available() or weight.device.type != "cpu" or weight.dtype not in TOLERANCE:
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not available or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
     return weight.dtype == torch.float32 or takes(weight) or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

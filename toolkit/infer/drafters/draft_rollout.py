@@ -311,10 +311,7 @@ def rerank(
     roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int], deepest: int
 ) -> DraftTree:
     """Runs the second phase: returns the tree of the best candidates. Arguments: `tree_reference.rank_candidates`."""
-    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
-    return DraftTree(
-        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
-    )
+    return ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
 
 
 def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.device) -> Tensor:

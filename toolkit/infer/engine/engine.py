@@ -19,9 +19,10 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.target_forward import TargetForward, out_of_memory
-from toolkit.infer.cache.cache_manager import KVMemory, MemorySettings
+from toolkit.infer.cache.cache_manager import ROOM, CacheNeed, KVMemory
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
+from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.choose_drafter import (
     Draft,
@@ -58,16 +59,6 @@ logger = get_logger(__name__)
 DEFAULTS = EngineConfig(verify="target")
 
 
-def memory_of(config: EngineConfig) -> MemorySettings:
-    """The size of the KV cache that the options state."""
-    return MemorySettings(
-        config.max_total_tokens,
-        config.prefix_cache,
-        config.chunked_prefill_size,
-        config.mem_fraction_static,
-    )
-
-
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread calls step().
 
@@ -76,7 +67,6 @@ class Engine:
     config, options: the options of EngineConfig, by its names; those that load the models are not read. Where one is
         left to the engine, drafts are verified by the target's choices and always have `shape`; `build_engine` chooses
         by what was measured. `deterministic` changes the target's modules in place (batch_invariant.py).
-    memory: size of the KV cache in place of the options for it, as ranks agree on it.
     corpus: texts that `lookup` searches too.
     capture: how rounds are recorded; None: as CUDA graphs.
     short_lived: on a GPU record a round, or compile a kernel, at its first use and not here.
@@ -95,7 +85,6 @@ class Engine:
         shape: DraftShape | None = None,
         config: EngineConfig = DEFAULTS,
         *,
-        memory: MemorySettings | None = None,
         corpus: SuffixAutomaton | None = None,
         capture: Capture | None = None,
         short_lived: bool = False,
@@ -113,11 +102,13 @@ class Engine:
         with torch.inference_mode():
             self._forward = forward = TargetForward(target, deterministic=config.deterministic)
             recorded = self._records(recordable, draft, forward.kv_shape)
-            memory = memory_of(config) if memory is None else memory
-            sizes, states = (forward.kv_shape, config.max_running_requests), forward.state_shapes
+            rows, chunk, states = config.max_running_requests, config.chunked_prefill_size, forward.state_shapes
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
-            self.context_length = memory.context(*sizes, config.context_length, forward.max_context, *beside)
-            pool = memory.pool(*sizes, self.context_length, *beside)
+            need = CacheNeed(forward.kv_shape, rows, config.max_total_tokens, config.mem_fraction_static, *beside)
+            asked, longest = config.context_length, forward.max_context
+            context = need.context(longest) if asked is None else min(asked, longest)
+            self.context_length = context = self._agreed(context)
+            pool = PagePool(rows, context + max(ROOM, chunk), self._agreed(need.pages(context)))
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
             self.shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
@@ -127,15 +118,14 @@ class Engine:
             self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=recorded)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
-            state = RoundState(config.max_running_requests, pool, device)
+            state = RoundState(rows, pool, device)
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if self.shape is not None:
             lookup = Lookup(corpus) if config.asks_for_lookup else None
             self.drafter = with_choices(self.drafter, self.shape, lookup, device, adaptive=bool(config.adaptive))
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
-        self._memory = KVMemory(pool, *limits, reuse=memory.prefix_cache, states=self._states)
+        self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
         padding: Padding = "none" if self._states is not None else "little" if device.type == "cpu" else "any"
-        rows, chunk = config.max_running_requests, memory.chunked_prefill_size
         self.scheduler = Scheduler(rows, chunk, self._memory, padding=padding)
         self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, forced)
@@ -147,6 +137,10 @@ class Engine:
         self._arrivals = itertools.count()
         self._limited = thread_limit(device, changing=not forward.fixes_threads)
         self._warm_up = partial(warm_up, context, state, chunk=chunk)
+
+    def _agreed(self, number: int) -> int:
+        """The number that all processes of the engine take."""
+        return number
 
     def _records(self, device_type: str, draft: Draft | None, kv_shape: KVShape) -> bool:
         """Whether rounds run as CUDA graphs. Raises ConfigError if they are asked for and cannot; else the log says
@@ -370,9 +364,8 @@ class Engine:
         if request.failed:
             self._memory.pool.clear(row)
         elif request.ready:
-            drafted = self.drafter.positions_read(row, request)
-            read = min(request.length - 1, drafted or request.length)
-            self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)
+            read = min(request.length - 1, self.drafter.positions_read(row, request))
+            self._memory.keep(row, request.prompt_ids + request.output_ids, read)
 
     def _change_rows(self, change: Callable[[], list[Move]]) -> None:
         """Apply a change of rows of the scheduler to the drafter and the sampler."""

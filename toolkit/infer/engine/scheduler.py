@@ -95,7 +95,7 @@ class Scheduler:
         """Allocate the pages of the next row for a request. One further page per running request stays free."""
         row = len(self.running)
         whole = request.params.prompt_logprobs is not None
-        known = self.memory.admit(row, request.context_ids, row, request.speculative, reuse=not whole)
+        known = self.memory.admit(row, request.context_ids, row, reuse=not whole)
         if known is None:
             self.refused_rows += (request, self.memory.releases) != self._refused
             self._refused = (request, self.memory.releases)

@@ -4,8 +4,7 @@ The body is one program, so that Dynamo checks its guards once a forward. Its la
 program, compiled once (`nested_compile_region`). The head's layers are one program each class: the head's own code
 around them depends on lengths.
 
-Attention is not compiled: it is one opaque operator for the target (layer_attention.py) and one for the head
-(`attend_drafting`). So a program depends on sizes only, not on context, pages or mask.
+Attention is not compiled: it is one opaque operator. So a program depends on sizes only, not on context, pages or mask.
 
 A graph has fixed sizes: each (rows, nodes) is compiled in the warm-up runs before its capture.
 """
@@ -15,23 +14,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
-from toolkit.heads.decoder_layer import Attend, AttendingLayer
-from toolkit.infer.attention.layer_attention import COMPILED, attending
+from toolkit.heads.decoder_layer import AttendingLayer
+from toolkit.infer.attention.layer_attention import register_attention
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.drafters.drafting_head import HeadReader
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.params import CompileError
 from toolkit.log import get_logger
 
 log = get_logger(__name__)
 
+COMPILED = "toolkit-compiled"  # the name of its attention in transformers' AttentionInterface
 SIZES = 256  # limit of programs per compiled function; Dynamo's default of 8 is too low for one program per size
 BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; it must not use CUDA graphs itself
 
@@ -99,16 +101,16 @@ class CompiledForward:
         """`TargetForward.run_body`, compiled."""
         # Copies: a program has guards on strides, which differ in views.
         input_ids, positions = (one.clone(memory_format=torch.contiguous_format) for one in (input_ids, positions))
-        with self._forward.own_attention(COMPILED), attending(metadata):
+        layers = count()
+        attending = _attending(lambda q, k, v, scoring: metadata.attend(next(layers), q, k, v, scoring))
+        with self._forward.own_attention(COMPILED), attending:
             return self._run(self._body, type(self._forward.target.body).__name__, input_ids, positions)
 
     def _head_call(self, layer: nn.Module, program: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*tensors: Any) -> Any:
-            *inputs, drafting.attend = tensors
-            try:
-                return self._run(program, type(layer).__name__, layer, *inputs, torch.ops.toolkit.attend_drafting)
-            finally:
-                del drafting.attend
+            *inputs, attend = tensors
+            with _attending(lambda q, k, v, _scoring: attend(q, k, v)):
+                return self._run(program, type(layer).__name__, layer, *inputs, _of_head)
 
         return forward
 
@@ -137,29 +139,58 @@ def mark_region(kind: type[nn.Module]) -> None:
         setattr(kind, "forward", nested_compile_region(kind.forward))  # noqa: B010 (mypy refuses the assignment)
 
 
-# -- the attention of a head's layers as one opaque operator: it calls the attention that is stored here ---------------
-
-
-class _Drafting(threading.local):
-    """The attention of the head's layer that runs in this thread."""
-
-    attend: Attend
-
-
-drafting = _Drafting()
-
-
 def drafting_layers(head: nn.Module) -> list[AttendingLayer]:
     """The layers of the head that take their attention as an argument."""
     return [one for one in head.modules() if isinstance(one, AttendingLayer)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D] of the T tokens of all rows."""
-    return drafting.attend(q, k, v).contiguous()
+# -- attention as one opaque operator: it calls what is stored here ----------------------------------------------------
+
+
+class _Running(threading.local):
+    """attend: of the layer that runs in this thread, of queries, keys, values and scoring."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
+
+
+_running = _Running()
+
+
+@contextmanager
+def _attending(attend: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]) -> Iterator[None]:
+    """Context manager around a program: its layers attend so."""
+    _running.attend = attend
+    try:
+        yield
+    finally:
+        del _running.attend
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    return _running.attend(q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_scoring: Any) -> Tensor:
+    """A target's q [B, Hq, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]; a head's q [T, Hq, D] -> [T, Hq, D]."""
+    return q.new_empty(q.shape if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
-_library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
-_library.impl("attend_drafting", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("toolkit::attend_drafting", lambda q, _k, _v: q.new_empty(q.shape))
+_library.define(
+    "attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("toolkit::attend", _shape)
+
+
+def _of_target(_module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, _others: Any) -> Tensor:
+    return torch.ops.toolkit.attend(q, k, v, *scoring)
+
+
+def _of_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.toolkit.attend(q, k, v, 1.0, None, None, None)  # the scoring is that of the stored attention
+
+
+register_attention(COMPILED, _of_target)

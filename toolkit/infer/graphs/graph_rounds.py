@@ -29,21 +29,20 @@ from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter, Pending
 from toolkit.infer.drafters.lookup import MOST_DEPTH
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import (
+    ATTEMPTS,
     SAMPLING_KINDS,
+    BrokenCaptureError,
     Capture,
-    Choice,
-    Draft,
-    Forward,
+    CudaCapture,
     HostTree,
     Part,
     Recorded,
-    Recordings,
     Source,
     buckets_up_to,
 )
 from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import CompileError, EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import is_edited
 from toolkit.infer.verify.sampler import recorded_sampler
@@ -57,7 +56,7 @@ ROOTS = HostTree(1, True)  # the trees of plain decoding
 
 @dataclass(frozen=True)
 class Kind:
-    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Choice`."""
+    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Part`."""
 
     bucket: int
     shape: DraftShape | None
@@ -71,9 +70,10 @@ class Kind:
     @property
     def parts(self) -> list[Part]:
         """In the order of their replay."""
-        source: Source = self.shape or ROOTS
-        drafts = [] if self.shape is None else [Draft(self.bucket, self.shape)]
-        return [*drafts, Forward(self.bucket, source), Choice(self.bucket, source, self.cut)]
+        parts = [Part("choice", self.bucket, self.shape or ROOTS, self.cut)]
+        while (before := parts[0].before) is not None:
+            parts.insert(0, before)
+        return parts
 
 
 class GraphRounds:
@@ -105,17 +105,22 @@ class GraphRounds:
         self._head, self._verifier, self._short_lived = head, verifier, short_lived
         self._needs_host = not isinstance(drafter, HeadDrafter | NoDrafter)
         self._said: set[str] = set()
-        compiled = None
+        self._compiled: CompiledForward | None = None
         if torch_compile_max_bs is not None:
-            compiled = CompiledForward(target, None if head is None else head.reader)
+            self._compiled = CompiledForward(target, None if head is None else head.reader)
+        self._most_compiled = torch_compile_max_bs or 0
         self.buckets = buckets_up_to(min(cuda_graph_max_bs, rows))
-        unread = 0
+        self._rows, self._unread = rows, 0  # the most positions of a row that the head leaves unread
         if head is not None:
             head.recorded_draft = self.draft
             if self._needs_host:  # rounds without the head leave more
                 most = max(MOST_DEPTH + 1, head.shape.num_draft_tokens)
-                unread = CATCH_UP + HostTree.holding(most, False).nodes
-        self.recordings = Recordings(state, head, rows, unread, capture, compiled, torch_compile_max_bs or 0)
+                self._unread = CATCH_UP + HostTree.holding(most, False).nodes
+        self._given_capture, self._capture = capture, capture or CudaCapture()
+        self.made: dict[Part, Recorded] = {}
+        self._failures: dict[Part, int] = {}  # attempts
+        self._broken: str | None = None  # why nothing further is captured
+        self._held: Tensor | None = None  # the buffer of unread features that the graphs use
         self._staged: dict[tuple[int, HostTree], DraftTree] = {}  # the trees that the host hands to a forward
         # Of the current round: rows of its graphs (None: it is eager), rows of requests, the recorded draft if there is
         # one, where the trees come from. rows_lost sets the rows again after a capture.
@@ -138,13 +143,13 @@ class GraphRounds:
         cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
         parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
-        before = len(self.recordings)
+        before = len(self.made)
         with Progress(len(parts), "recording CUDA graphs", "graph") as bar:
             for part in parts:
-                if all(one in self.recordings for one in _before(part)):  # else it is tried again at its first use
+                if part.before is None or part.before in self.made:  # else it is tried again at its first use
                     self._part(part)
                 bar.update()
-        if (made := len(self.recordings) - before) > 0:
+        if (made := len(self.made) - before) > 0:
             rows = ", ".join(map(str, self.buckets))
             logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s", made, rows, time.perf_counter() - started)
 
@@ -174,7 +179,7 @@ class GraphRounds:
     def replay(self, kind: Kind) -> Tensor:
         """Launch all parts. Returns `AcceptedPath.numbers` of the accepted paths."""
         for part in kind.parts:
-            recorded = self.recordings.made(part)
+            recorded = self.made[part]
             recorded.replay()
         numbers: Tensor = recorded.result
         return numbers
@@ -185,7 +190,7 @@ class GraphRounds:
         """Draft `shape` in every row of the current round. None if no graph does."""
         head = self._head
         assert head is not None
-        if self._bucket is None or (recorded := self._part(Draft(self._bucket, shape))) is None:
+        if self._bucket is None or (recorded := self._part(Part("draft", self._bucket, shape))) is None:
             return None
         recorded.replay()
         tree, pending = recorded.result
@@ -206,7 +211,7 @@ class GraphRounds:
             return None
         if tree is not self._draft:
             self._source = HostTree.holding(tree.nodes, tree.is_chain)
-        recorded = self._part(Forward(self._bucket, self._source))
+        recorded = self._part(Part("forward", self._bucket, self._source))
         if recorded is None:
             return None
         if isinstance(self._source, HostTree) and self._source != ROOTS:
@@ -222,7 +227,7 @@ class GraphRounds:
         assert self._bucket is not None
         if self._why_eager_choice(requests) is not None:
             return None
-        recorded = self._part(Choice(self._bucket, self._source, _cut(requests)))
+        recorded = self._part(Part("choice", self._bucket, self._source, _cut(requests)))
         if recorded is None:
             return None
         recorded.replay()
@@ -266,63 +271,96 @@ class GraphRounds:
             logger.info("cuda graphs: %s", what)
 
     def _hold(self) -> None:
-        """Allocate what the head leaves unread, before anything is captured that reads it."""
-        if self._head is not None:
-            self.recordings.unread = max(self.recordings.unread, self._head.shape.num_steps + 1)
-        self.recordings.hold()
+        """Allocate the head's input buffers, before anything is captured that reads them. If they have moved, drop all
+        graphs: they read the old ones."""
+        if (head := self._head) is None:
+            return
+        self._unread = max(self._unread, head.shape.num_steps + 1)
+        head.inputs.hold(self._rows, self._unread)
+        if head.inputs.features is not self._held:
+            self.made.clear()
+            self._failures.clear()
+            self._capture = self._given_capture or CudaCapture()  # a memory pool ends with its graphs
+            self._held = head.inputs.features
 
     # -- captures ------------------------------------------------------------------------------------------------------
 
     def _part(self, part: Part) -> Recorded | None:
         """The recording of a part, captured if it is new: it runs on padding rows, then the round's are set again.
 
-        None if it or a part before it could not be captured."""
-        if any(self._part(one) is None for one in _before(part)):
+        None if it or a part before it could not be captured; the log says why, once for each reason. Raises
+        CompileError."""
+        if part.before is not None and self._part(part.before) is None:
             return None
-        tried, head = self.recordings.tried, self._head
-        pending = None if head is None else head.pending
+        if part in self.made or self._failures.get(part, 0) >= ATTEMPTS:
+            return self.made.get(part)
+        pending = None if self._head is None else self._head.pending
         try:
-            return self.recordings.of(part, partial(self._run, part, self._state.rows(part.bucket)))
+            why = self._broken or self._try(part)
         finally:
-            if self.recordings.tried != tried:
-                if head is not None and pending is not None:
-                    head.pending = pending
-                self.rows_lost()
+            if self._head is not None and pending is not None:
+                self._head.pending = pending
+            self.rows_lost()
+        if why is not None:
+            self._failures[part] = self._failures.get(part, 0) + 1
+            if why not in self._said:
+                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", part.name, why)
+            self._said.add(why)
+        return self.made.get(part)
+
+    def _try(self, part: Part) -> str | None:
+        """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
+        them its tensors, in memory."""
+        try:
+            self.made[part] = self._record(part)
+        except CompileError:
+            raise
+        except EngineError as error:
+            if isinstance(error, BrokenCaptureError):
+                self._broken = str(error)
+            return str(error)
+        return None
+
+    def _record(self, part: Part) -> Recorded:
+        """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
+        recorded = Recorded(partial(self._run, part, self._state.rows(part.bucket)))
+        stores = [] if self._head is None else self._head.inputs.stores
+        before = [store[: part.bucket].clone() for store in stores]
+        self._state.set_rows([], part.bucket)
+        self._state.set_tables(0, part.bucket)
+        try:
+            compiled = self._compiled if part.bucket <= self._most_compiled else None
+            recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
+        finally:
+            for store, kept in zip(stores, before, strict=True):
+                store[: part.bucket] = kept
+        return recorded
 
     def _run(self, part: Part, rows: RoundRows) -> Any:
         """Run a part on rows whose number is that of its bucket."""
         head = self._head
-        if isinstance(part, Draft):
-            assert head is not None
-            own, unread = [part.shape] * part.bucket, part.shape.num_steps + 1
-            return head.draft(rows, part.shape, own, DraftSampling(), unread), head.pending
+        if part.what == "draft":
+            assert head is not None and isinstance(shape := part.source, DraftShape)
+            return head.draft(rows, shape, [shape] * part.bucket, DraftSampling(), shape.num_steps + 1), head.pending
         tree, pending = self._trees(part.bucket, part.source, rows)
-        if isinstance(part, Forward):
+        if part.what == "forward":
             return self._forward(rows, tree)
-        forward = self.recordings.made(Forward(part.bucket, part.source))
+        states = self.made[Part("forward", part.bucket, part.source)].result
         if head is not None and pending is not None:
             head.pending = pending
         sampler = recorded_sampler(self._state, part.bucket, part.cut)
-        return self._finish(rows, tree, forward.result, sampler, keep=pending is not None)[0].numbers
+        return self._finish(rows, tree, states, sampler, keep=pending is not None)[0].numbers
 
     def _trees(self, bucket: int, source: Source, rows: RoundRows) -> tuple[DraftTree, Pending | None]:
         """The trees that a recorded forward reads, and what the recorded draft has left, if they come from one."""
         if isinstance(source, DraftShape):
-            tree, pending = self.recordings.made(Draft(bucket, source)).result
+            tree, pending = self.made[Part("draft", bucket, source)].result
             return tree, pending
         if source == ROOTS:
             return root_only(rows.roots), None
         if (bucket, source) not in self._staged:
             self._staged[bucket, source] = _empty_trees(bucket, source, rows.roots.device)
         return self._staged[bucket, source], None
-
-
-def _before(part: Part) -> list[Part]:
-    """The parts whose results a part reads."""
-    if isinstance(part, Choice):
-        return [Forward(part.bucket, part.source)]
-    source = part.source if isinstance(part, Forward) else None
-    return [Draft(part.bucket, source)] if isinstance(source, DraftShape) else []
 
 
 def _cut(requests: Sequence[Request]) -> bool | None:

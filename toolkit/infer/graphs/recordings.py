@@ -1,8 +1,8 @@
 """The parts of rounds captured as CUDA graphs. The host replays a graph with one call.
 
-    Draft    the head reads its unread positions and builds the trees
-    Forward  the target reads the trees
-    Choice   the target's choices, the walk, the caches: all that follows
+    draft    the head reads its unread positions and builds the trees
+    forward  the target reads the trees
+    choice   the target's choices, the walk, the caches: all that follows
 
 The graphs of a round hand tensors at fixed addresses to each other: trees, hidden states, features. Lengths, tokens and
 sampling settings are in static buffers, which the host fills before a replay. All graphs share one memory pool.
@@ -14,19 +14,12 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import CompileError, EngineError
-from toolkit.log import get_logger
-
-logger = get_logger(__name__)
+from toolkit.infer.request.params import EngineError
 
 WARM_UPS = 2  # runs before the capture: they compile kernels and build tables
 ATTEMPTS = 2  # captures of a part before it runs eagerly for good: memory may be short for a moment
@@ -126,43 +119,27 @@ Source = DraftShape | HostTree  # of the trees that the target reads: a recorded
 
 
 @dataclass(frozen=True)
-class Draft:
-    """The drafts of `bucket` rows that all have this shape."""
+class Part:
+    """A part of the rounds of `bucket` rows. source: of the trees; a draft's is the shape that all its rows have. cut:
+    of a choice: rows may have top-k, top-p or min-p; False: they sample without; None: all rows are greedy."""
 
-    bucket: int
-    shape: DraftShape
-
-    @property
-    def name(self) -> str:
-        return f"drafts of {self.bucket} rows, {self.shape.name}"
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The target's forward over the trees of `bucket` rows."""
-
+    what: Literal["draft", "forward", "choice"]
     bucket: int
     source: Source
+    cut: bool | None = None
 
     @property
     def name(self) -> str:
-        return f"the forward of {self.bucket} rows, {self.source.name}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What follows a forward. cut: rows may have top-k, top-p or min-p; None: all rows are greedy."""
-
-    bucket: int
-    source: Source
-    cut: bool | None
+        kind = f", {SAMPLING_KINDS[self.cut]}" if self.what == "choice" else ""
+        return f"the {self.what} of {self.bucket} rows, {self.source.name}{kind}"
 
     @property
-    def name(self) -> str:
-        return f"the choices of {self.bucket} rows, {self.source.name}, {SAMPLING_KINDS[self.cut]}"
-
-
-Part = Draft | Forward | Choice
+    def before(self) -> Part | None:
+        """The part whose result it reads."""
+        if self.what == "choice":
+            return Part("forward", self.bucket, self.source)
+        of_draft = self.what == "forward" and isinstance(self.source, DraftShape)
+        return Part("draft", self.bucket, self.source) if of_draft else None
 
 
 @dataclass
@@ -175,91 +152,3 @@ class Recorded:
 
     def __call__(self) -> None:
         self.result = self.run()
-
-
-@dataclass
-class Recordings:
-    """The recorded parts. rows: the engine's largest batch, captured or not. unread: the most positions of a row that
-    the head leaves unread. head: None for plain decoding. compiled: the layers of parts of up to torch_compile_max_bs
-    rows; None: parts are not compiled."""
-
-    state: RoundState
-    head: HeadDrafter | None
-    rows: int
-    unread: int
-    capture: Capture | None
-    compiled: CompiledForward | None
-    torch_compile_max_bs: int
-    tried: int = 0  # captures so far, failed ones too
-    _made: dict[Part, Recorded] = field(default_factory=dict)
-    _failed: dict[Part, int] = field(default_factory=dict)  # attempts
-    _said: set[str] = field(default_factory=set)  # reasons of failures
-    _broken: str | None = None  # why nothing further is captured
-    _held: Tensor | None = None  # the buffer of unread features that the graphs use
-
-    def __post_init__(self) -> None:
-        self._capture = self.capture or CudaCapture()
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def __contains__(self, part: Part) -> bool:
-        return part in self._made
-
-    def made(self, part: Part) -> Recorded:
-        """The recording of a captured part."""
-        return self._made[part]
-
-    def hold(self) -> None:
-        """Allocate the head's input buffers. If they have moved, drop all graphs: they read the old ones."""
-        if self.head is None:
-            return
-        self.head.inputs.hold(self.rows, self.unread)
-        if self.head.inputs.features is not self._held:
-            self._made.clear()
-            self._failed.clear()
-            self._capture = self.capture or CudaCapture()  # a memory pool ends with its graphs
-            self._held = self.head.inputs.features
-
-    def of(self, part: Part, run: Callable[[], Any]) -> Recorded | None:
-        """The recording of `run`, captured at its first use on padding rows: then the rows have to be set again.
-
-        Returns None if the capture failed; the log says why, once for each reason. Raises CompileError."""
-        if part in self._made or self._failed.get(part, 0) >= ATTEMPTS:
-            return self._made.get(part)
-        self.tried += 1
-        why = self._broken or self._try(part, run)
-        if why is not None:
-            self._failed[part] = self._failed.get(part, 0) + 1
-            if why not in self._said:
-                logger.warning("cuda graphs: %s, and others perhaps, run eagerly: %s", part.name, why)
-            self._said.add(why)
-        return self._made.get(part)
-
-    def _try(self, part: Part, run: Callable[[], Any]) -> str | None:
-        """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
-        them its tensors, in memory."""
-        try:
-            self._made[part] = self._record(part, run)
-        except CompileError:
-            raise
-        except EngineError as error:
-            if isinstance(error, BrokenCaptureError):
-                self._broken = str(error)
-            return str(error)
-        return None
-
-    def _record(self, part: Part, run: Callable[[], Any]) -> Recorded:
-        """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
-        recorded = Recorded(run)
-        stores = [] if self.head is None else self.head.inputs.stores
-        before = [store[: part.bucket].clone() for store in stores]
-        self.state.set_rows([], part.bucket)
-        self.state.set_tables(0, part.bucket)
-        try:
-            compiled = self.compiled if part.bucket <= self.torch_compile_max_bs else None
-            recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
-        finally:
-            for store, kept in zip(stores, before, strict=True):
-                store[: part.bucket] = kept
-        return recorded

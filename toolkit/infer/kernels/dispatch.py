@@ -14,7 +14,8 @@ from torch import Tensor
 from toolkit.heads import decoder_layer as layer_ops
 from toolkit.infer.kernels import batch_invariant, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
-from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Ranked
+from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams
+from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -58,7 +59,7 @@ class Ops:
     draw: Callable[[Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
     grow_beams: Callable[..., Beams]
-    rank_candidates: Callable[..., Ranked]
+    rank_candidates: Callable[..., DraftTree]
     paged_width: int
     row_attention: ChooseRowAttention | None = None
     decoder_layer: Callable[[Any, int, Scoring], Callable[..., Tensor] | None] | None = None

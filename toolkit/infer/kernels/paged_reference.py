@@ -128,13 +128,10 @@ def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> 
 
     Decoding has N = 1, a prompt starts = 0, a chunk of a prompt any start.
     """
-    at = torch.arange(pages.span, device=q.device)
-    stands = starts[:, None] + torch.arange(q.shape[2], device=q.device)
-    distance = stands[:, :, None] - at
-    allowed = distance >= 0
-    if scoring.window is not None:
-        allowed &= distance < scoring.window
-    return attend_masked(q, pages, additive_mask(allowed, q.shape[1] // pages.keys.shape[1], q.dtype), scoring)
+    rows, _, queries, _ = q.shape
+    chain = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril().expand(rows, -1, -1)
+    depths = torch.arange(queries, device=q.device).expand(rows, -1)
+    return attend_tree(q, pages, starts, chain, depths, scoring)
 
 
 def attend_tree(

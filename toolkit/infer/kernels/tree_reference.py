@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import node_numbers, upload, without_padding
+from toolkit.infer.request.draft_tree import DraftTree, node_numbers, upload, without_padding
 
 
 @dataclass(frozen=True)
@@ -178,16 +178,6 @@ def grow_beams(
     return Beams(tokens.gather(1, chosen), above, first + chosen, best, sees)
 
 
-class Ranked(NamedTuple):
-    """Trees of the best candidates; fields as in `DraftTree`."""
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    mask: Tensor
-    valid: Tensor
-
-
 def rank_candidates(
     roots: Tensor,
     tokens: Tensor,
@@ -196,7 +186,7 @@ def rank_candidates(
     scores: Tensor,
     nodes: Sequence[int],
     deepest: int,
-) -> Ranked:
+) -> DraftTree:
     """Rerank all candidates (EAGLE-2's second phase, arXiv 2406.16858): row b keeps the nodes[b] - 1 best by score.
 
     roots [B]; tokens, parents and scores [B, C] in level order; a parent is a candidate number (-1: the root); levels
@@ -226,7 +216,8 @@ def rank_candidates(
         valid[:, 1:] = good.gather(1, places)
         mask = without_padding(mask, valid)
     all_tokens = torch.cat((roots[:, None], tokens.gather(1, kept)), dim=1)
-    return Ranked(all_tokens, torch.cat((minus_one, parent_nodes), dim=1), depths, mask, valid)
+    all_parents = torch.cat((minus_one, parent_nodes), dim=1)
+    return DraftTree(all_tokens, all_parents, depths, mask, valid, deepest, is_chain=False)
 
 
 def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:

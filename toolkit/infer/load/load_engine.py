@@ -19,7 +19,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.estimates import ArmTime
 from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
-from toolkit.infer.engine.engine import Engine, memory_of
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     depth_warning,
@@ -136,7 +136,6 @@ def build_engine(
         chosen.draft,
         chosen.shape,
         settled,
-        memory=None if ranks is None else ranks.memory(memory_of(config)),
         corpus=read_corpus(config, target) if chosen.lookup else None,
         short_lived=short_lived,
         forced=forced,

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from toolkit.infer.cache.cache_manager import CPU_SHARE
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, Lengths
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.estimates import Arm
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.parallel.ranks import (
-    Abort,
-    Add,
-    Driver,
-    Ranks,
-    Reshape,
-    Step,
-    Stop,
-    WorkerMessage,
-)
+from toolkit.infer.engine.config import EngineConfig
+from toolkit.infer.engine.engine import DEFAULTS, Engine
+from toolkit.infer.parallel.ranks import STOP, Driver, Message, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.request import Request
+from toolkit.targets.target import Target
 
 
 class RankEngine(Engine):
@@ -31,11 +27,27 @@ class RankEngine(Engine):
 
     _one_process = False
 
-    def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
-        super().__init__(*parts, **options)
+    def __init__(
+        self,
+        ranks: Ranks,
+        target: Target,
+        draft: Draft | None = None,
+        shape: DraftShape | None = None,
+        config: EngineConfig = DEFAULTS,
+        **options: Any,
+    ) -> None:
+        self._ranks = ranks
+        if target.device.type == "cpu" and config.max_total_tokens is None:  # its memory is shared by the ranks
+            share = (config.mem_fraction_static or CPU_SHARE) / ranks.size
+            config = replace(config, mem_fraction_static=share)
+        super().__init__(target, draft, shape, config, **options)
         self._limited = nullcontext  # the ranks must compute the same bits
         if isinstance(self.drafter, AdaptiveDrafter):
             self.drafter.choose_by(lambda most: DriversShape(most, ranks))
+
+    def _agreed(self, number: int) -> int:
+        """The minimum over all ranks: admission and eviction must be the same."""
+        return self._ranks.least(number)
 
     def keep_pace(self, gap_s: float) -> None:
         """Change nothing: the ranks must read the same chunks, whatever their clocks say."""
@@ -78,22 +90,22 @@ class DriverEngine(RankEngine):
 
     def add_request(self, *prompt: Any, **options: Any) -> Request:
         request = super().add_request(*prompt, **options)  # a refused request is not sent
-        drafts = (request.speculative, request.shape, request.verify)
-        prompt = (request.arrival, request.prompt_ids, request.params)
-        self.driver.tell(Add(*prompt, *drafts, request.priority, request.states_seed))
+        drafts = {name: getattr(request, name) for name in ("speculative", "shape", "verify", "priority")}
+        # The parameters have a seed now, whoever set it.
+        self.driver.tell("add", (request.prompt_ids, request.params, drafts, request.states_seed))
         return request
 
     def abort(self, request: Request) -> None:
         if not request.finished and self.driver.lost is None:
-            self.driver.tell(Abort(request.arrival))
+            self.driver.tell("abort", request.arrival)
         super().abort(request)
 
     def set_shape(self, shape: DraftShape) -> None:
         super().set_shape(shape)
-        self.driver.tell(Reshape(shape))
+        self.driver.tell("set_shape", shape)
 
     def step(self) -> list[Request]:
-        self.driver.tell(Step())
+        self.driver.tell("step")
         with self.driver.working():
             return super().step()
 
@@ -107,26 +119,22 @@ def engine_of(ranks: Ranks) -> Callable[..., Engine]:
     return partial(DriverEngine, ranks) if isinstance(ranks, Driver) else partial(RankEngine, ranks)
 
 
-def run_worker(engine: Engine, next_message: Callable[[], WorkerMessage]) -> None:
-    """Repeat the driver's calls on `engine` until Stop. Raises the errors of a step."""
-    assert isinstance(engine, RankEngine), "a worker runs a RankEngine"
-    requests: dict[int, Request] = {}
-    while not isinstance(message := next_message(), Stop):
+def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
+    """Repeat the driver's calls on `engine` until STOP. Raises the errors of a step."""
+    requests: dict[int, Request] = {}  # by their number of arrival, which is the same on all ranks
+    while (message := next_message()) != STOP:
         match message:
-            case Add(arrival, prompt_ids, params, speculative, shape, verify, priority, states_seed):
-                requests[arrival] = engine.add_request(
-                    prompt_ids, params, speculative=speculative, shape=shape, verify=verify, priority=priority
-                )
-                requests[arrival].states_seed = states_seed
-                assert requests[arrival].arrival == arrival, "the ranks count requests differently"
-            case Abort(arrival):
+            case "add", (prompt_ids, params, drafts, states_seed):
+                request = engine.add_request(prompt_ids, params, **drafts)
+                requests[request.arrival], request.states_seed = request, states_seed
+            case "abort", arrival:
                 engine.abort(requests.pop(arrival))
-            case Step():
+            case "set_shape", shape:
+                engine.set_shape(shape)
+            case "step", _:
                 for request in engine.step():
                     if request.finished:
                         requests.pop(request.arrival, None)
-            case Reshape(shape):
-                engine.set_shape(shape)
-            case _:
-                raise AssertionError(f"{message} arrived between rounds")
+            case name, _:
+                raise AssertionError(f"the driver sent {name} between rounds")
     engine.close()

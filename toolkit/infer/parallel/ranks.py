@@ -25,20 +25,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import toolkit
-from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings, Need
-from toolkit.infer.cache.kv_cache import KVShape
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.params import EngineError
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
 
@@ -62,13 +57,11 @@ class RankLostError(RuntimeError):
 
 
 class Ranks(ABC):
-    """rank: 0 to size - 1. device: of the weights, set by `place`. mesh: a 1-D mesh of all ranks, set by `connect`; on
-    the CPU, where weights are loaded and sharded."""
+    """rank: 0 to size - 1. device: of the weights, set by `place`."""
 
     rank: int
     size: int
     device = torch.device("cpu")
-    mesh: DeviceMesh
 
     def place(self, device: torch.device, *, quantization: str | None) -> torch.device:
         """Select this rank's device of that type. Returns it.
@@ -103,7 +96,6 @@ class Ranks(ABC):
         """Start torch's process group: NCCL for tensors on GPUs, gloo for tensors on the host."""
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
-        self.mesh = init_device_mesh("cpu", (self.size,))
 
     def least(self, number: int) -> int:
         """The minimum of `number` over all ranks."""
@@ -119,95 +111,10 @@ class Ranks(ABC):
             self.least(0)
         return result
 
-    def memory(self, settings: MemorySettings) -> MemorySettings:
-        """Settings for caches of the same size on all ranks. Ranks on a CPU share its memory."""
-        own = {field.name: getattr(settings, field.name) for field in fields(MemorySettings)}
-        if self.device.type == "cpu" and settings.max_total_tokens is None:
-            own["mem_fraction_static"] = (settings.mem_fraction_static or CPU_SHARE) / self.size
-        return _EqualMemory(**own, least=self.least)
 
-
-@dataclass(frozen=True)
-class _EqualMemory(MemorySettings):
-    """The same context and number of pages on all ranks, so that admission and eviction are the same on all ranks."""
-
-    least: Callable[[int], int] = int
-
-    def context(self, shape: KVShape, max_running_requests: int, asked: int | None, longest: int, *beside: int) -> int:
-        return self.least(super().context(shape, max_running_requests, asked, longest, *beside))
-
-    def _pages(self, shape: KVShape, needed: Need) -> int:
-        return self.least(super()._pages(shape, needed))
-
-
-@dataclass(frozen=True)
-class Load:
-    """Join the group with its store at `port` as `rank`, and load the engine that `config` describes."""
-
-    rank: int
-    size: int
-    port: int
-    config: object
-
-
-@dataclass(frozen=True)
-class Add:
-    """A new request. arrival: its number in the engine of each rank."""
-
-    arrival: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    speculative: bool
-    shape: DraftShape | None
-    verify: str | None
-    priority: int
-    states_seed: bool  # the caller set a seed; `params` here always has one
-
-
-@dataclass(frozen=True)
-class Abort:
-    """End the request of that arrival."""
-
-    arrival: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """Run one round."""
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """Draft with another shape from the next step on."""
-
-    shape: DraftShape
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A decision of the driver within a round."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Close the engine and end the process."""
-
-
-WorkerMessage = Load | Add | Abort | Step | Reshape | Decided | Stop
-
-
-def send(message: WorkerMessage, pipe: IO[bytes]) -> None:
-    """Write a message to a pipe. Raises OSError if the pipe has no reader."""
-    pipe.write(pickle.dumps(message))
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> WorkerMessage:
-    """Read the driver's next message. Raises EOFError if the driver has ended, UnpicklingError if within a message."""
-    message: WorkerMessage = pickle.load(pipe)
-    return message
+# What the driver tells the workers, and what goes with it: a call of its engine to repeat, "load", "decided" or "stop".
+Message = tuple[str, Any]
+STOP: Message = ("stop", None)
 
 
 class Driver(Ranks):
@@ -268,7 +175,7 @@ class Driver(Ranks):
             torch.set_num_threads(max(1, physical_cores() // self.size))
         store = self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(1, self.size):
-            self._send(rank, Load(rank, self.size, store.port, self._config))
+            self._send(rank, ("load", (rank, self.size, store.port, self._config)))
         here = [f"here/{rank}" for rank in range(1, self.size)]
         while not store.check(here):
             self._check()
@@ -277,20 +184,21 @@ class Driver(Ranks):
 
     def agree(self, decide: Callable[[], T]) -> T:
         value = decide()
-        self.tell(Decided(value))
+        self.tell("decided", value)
         return value
 
-    def tell(self, message: WorkerMessage) -> None:
+    def tell(self, name: str, given: Any = None) -> None:
         """Send a message to all workers. Raises RankLostError."""
         self._check()
         for rank in range(1, self.size):
-            self._send(rank, message)
+            self._send(rank, (name, given))
 
-    def _send(self, rank: int, message: WorkerMessage) -> None:
+    def _send(self, rank: int, message: Message) -> None:
         pipe = self._processes[rank - 1].stdin
         assert pipe is not None, "workers are started with a pipe"
         try:
-            send(message, pipe)
+            pickle.dump(message, pipe)
+            pipe.flush()
         except OSError as error:
             raise RankLostError(self.lost or f"rank {rank} of {self.size} has ended") from error
 
@@ -350,8 +258,7 @@ class Driver(Ranks):
         for process in self._processes:
             assert process.stdin is not None, "workers are started with a pipe"
             with contextlib.suppress(OSError):
-                send(Stop(), process.stdin)
-            with contextlib.suppress(OSError):
+                pickle.dump(STOP, process.stdin)
                 process.stdin.close()
         # Before the wait below: NCCL ends a group only when all ranks do. Skipped with NCCL after the loss of a rank,
         # because it would wait for that rank.
@@ -377,15 +284,14 @@ class Worker(Ranks):
     """The ranks, seen from one worker. A thread reads the messages and detects the driver's end."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = threading.Event()
         threading.Thread(target=self._read, name="toolkit-messages", daemon=True).start()
-        first = self.next_message()
-        assert isinstance(first, Load), f"the first message is {first}"
-        self.rank, self.size, self._port = first.rank, first.size, first.port
-        self.config = first.config
+        name, given = self.next_message()
+        assert name == "load", f"the first message is {name}"
+        self.rank, self.size, self._port, self.config = given
 
-    def next_message(self) -> WorkerMessage:
+    def next_message(self) -> Message:
         """Wait for the next message of the driver and return it."""
         return self._messages.get()
 
@@ -395,11 +301,11 @@ class Worker(Ranks):
         self.connect(store)
 
     def agree(self, decide: Callable[[], T]) -> T:
-        message = self.next_message()
-        if not isinstance(message, Decided):
-            raise RankLostError(f"the driver sent {type(message).__name__} where a decision was due")
-        value: T = message.value
-        return value
+        name, value = self.next_message()
+        if name != "decided":
+            raise RankLostError(f"the driver sent {name} where a decision was due")
+        decided: T = value
+        return decided
 
     def stopping(self) -> bool:
         """Whether the driver has sent Stop or has ended. Waits up to NOTICE_S seconds."""
@@ -408,12 +314,12 @@ class Worker(Ranks):
     def _read(self) -> None:
         while True:
             try:
-                message = receive(sys.stdin.buffer)
+                message: Message = pickle.load(sys.stdin.buffer)
             except Exception:  # process edge: the pipe ended, perhaps within a message
                 self._stopping.set()
                 logger.warning("rank 0, the driver, has ended; this rank ends too")
                 os._exit(1)  # another thread may hang in a collective
             self._messages.put(message)
-            if isinstance(message, Stop):
+            if message == STOP:
                 self._stopping.set()
                 return

@@ -3,9 +3,6 @@
 Attention is sharded by heads and MLPs by width, as in Megatron-LM (arXiv 1909.08053); output matrices by vocabulary.
 Norms, embeddings and a head's input fusion (`fc`, `eh_proj`) are replicated.
 
-A linear layer is sharded by a style for torch's parallelize_module. DTensor shards the weights. The matmuls run on
-plain tensors, because DTensor dispatch costs more than a decoding step.
-
     column   rows of the weight [out/N, in]: whole input -> this rank's part of the output (heads, MLP width)
     row      columns of the weight [out, in/N]: this rank's part of the input -> all-reduced sum
 
@@ -15,16 +12,14 @@ Shapes: N ranks.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -37,65 +32,54 @@ from toolkit.targets.load import load_config
 from toolkit.targets.target import Target
 
 
-class Column(ParallelStyle):
-    """Column-parallel. gather: all-gather the output, so that every rank has all of it, with the same bits."""
+@dataclass(frozen=True)
+class Style:
+    """How a linear layer is divided.
 
-    def __init__(self, *, gather: bool = False) -> None:
-        super().__init__()
-        self.gather = gather
+    by_row: row-parallel, else column-parallel. whole: of column-parallel layers every rank gets the whole output; of
+    row-parallel ones the input is whole, and each rank selects its part.
+    """
 
-    @staticmethod
-    def divided(linear: nn.Linear) -> int:
-        """The sharded width."""
-        return linear.out_features
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = _part(module.weight, device_mesh, 0)
-        if module.bias is not None:
-            module.bias = _part(module.bias, device_mesh, 0)
-        if self.gather:
-            module.register_forward_hook(_gathered)
-        return module
+    by_row: bool = False
+    whole: bool = False
 
 
-class Row(ParallelStyle):
-    """Row-parallel. split: the input is whole, and each rank selects its part."""
+def divide(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Divide the linear layers at these paths. Raises ParallelError for another module, or an uneven width."""
+    size = dist.get_world_size()
+    for path, style in styles.items():
+        linear = model.get_submodule(path)
+        if not isinstance(linear, nn.Linear):
+            raise ParallelError(f"{path} is {type(linear).__name__}; only linear layers can be divided among ranks")
+        width = linear.in_features if style.by_row else linear.out_features
+        if width % size:
+            raise ParallelError(
+                f"{path} is {width} wide, which {size} ranks cannot divide evenly; choose a tensor parallel size that "
+                f"divides {width}"
+            )
+    for path, style in styles.items():
+        _divide(model.get_submodule(path), style)
 
-    def __init__(self, *, split: bool = False) -> None:
-        super().__init__()
-        self.split = split
 
-    @staticmethod
-    def divided(linear: nn.Linear) -> int:
-        """The sharded width."""
-        return linear.in_features
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = _part(module.weight, device_mesh, 1)
+def _divide(linear: Any, style: Style) -> None:
+    linear.weight = _part(linear.weight, 1 if style.by_row else 0)
+    if style.by_row:
         if dist.get_rank():  # only rank 0 adds the bias
-            module.register_parameter("bias", None)
-        if self.split:
-            module.register_forward_pre_hook(_own_part)
-        module.register_forward_hook(_summed)
-        return module
+            linear.register_parameter("bias", None)
+        if style.whole:
+            linear.register_forward_pre_hook(_own_part)
+        linear.register_forward_hook(_summed)
+        return
+    if linear.bias is not None:
+        linear.bias = _part(linear.bias, 0)
+    if style.whole:
+        linear.register_forward_hook(_gathered)
 
 
-def check_divides(path: str, module: nn.Module, style: Column | Row, size: int) -> None:
-    """Raise ParallelError unless `module` is a linear layer that `size` ranks can divide evenly."""
-    if not isinstance(module, nn.Linear):
-        raise ParallelError(f"{path} is {type(module).__name__}; only linear layers can be divided among ranks")
-    width = style.divided(module)
-    if width % size:
-        raise ParallelError(
-            f"{path} is {width} wide, which {size} ranks cannot divide evenly; choose a tensor parallel size that "
-            f"divides {width}"
-        )
-
-
-def _part(whole: Any, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+def _part(whole: Tensor, dim: int) -> nn.Parameter:
     """This rank's shard as a copy, so that the whole weight can be freed."""
-    part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None).to_local()
-    return nn.Parameter(part.clone().to(whole.device), requires_grad=False)
+    part = whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 def _summed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -116,13 +100,13 @@ def _own_part(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 # By transformers' names; the names with _rep are from its first 5.x versions. None: replicated. (5.17 divides tied
 # embeddings, to save memory.)
-STYLES: dict[str, Column | Row | None] = {
-    "colwise": Column(),
-    "rowwise": Row(),
-    "colwise_gather_output": Column(gather=True),
-    "colwise_rep": Column(gather=True),
-    "rowwise_split_input": Row(split=True),
-    "rowwise_rep": Row(split=True),
+STYLES: dict[str, Style | None] = {
+    "colwise": Style(),
+    "rowwise": Style(by_row=True),
+    "colwise_gather_output": Style(whole=True),
+    "colwise_rep": Style(whole=True),
+    "rowwise_split_input": Style(by_row=True, whole=True),
+    "rowwise_rep": Style(by_row=True, whole=True),
     "replicated_with_grad_allreduce": None,
     "replicated": None,
     "embedding_rowwise": None,
@@ -139,13 +123,13 @@ def load_sharded_target(
     Raises TargetError, ParallelError for a family or a number of heads that cannot be sharded, UnsupportedTargetError
     if the logits of the sharded model differ from those of the whole model.
     """
-    check_heads(load_config(name, revision)[0], ranks.size, str(name))
+    styles = styles_of(load_config(name, revision)[0], ranks.size, str(name))
     ranks.join()
 
     def load() -> tuple[Target, torch.Tensor]:
         target = load_target(name, revision=revision, device="cpu", runs_on=device, **options)
         logits = _probe_logits(target)
-        _shard_layers(target, ranks)
+        _shard_layers(target, styles)
         # Device only: a dtype here would also cast the rotary frequencies. (The type stub of `to` lacks self.)
         target.model.to(device)  # type: ignore[arg-type]
         return target, logits
@@ -161,7 +145,7 @@ def load_sharded_target(
     return target
 
 
-def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Column | Row]:
+def styles_of(config: PretrainedConfig, size: int, name: str) -> dict[str, Style]:
     """Styles by layer name (numbers as *), from transformers' plan.
 
     Raises ParallelError without a plan, for an unknown style, or for heads that `size` ranks cannot divide evenly."""
@@ -190,20 +174,17 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
     mapped = isinstance(draft, DraftCheckpoint) and draft.token_map.size < target.vocab_size
     rows = head is not None and not head.config.own_vocabulary and mapped
     if target.vocab_size % ranks.size == 0 and not rows:
-        parallelize_module(target.lm_head, ranks.mesh, Column(gather=True))
+        _divide(target.lm_head, Style(whole=True))
     if head is not None:
         _shard_head(head, ranks)
 
 
-def _shard_layers(target: Target, ranks: Ranks) -> None:
-    styles = check_heads(target.model.config, ranks.size, target.name)
-    modules = dict(target.body.named_modules())
-    plan = {path: style for path in modules if (style := styles.get(re.sub(r"\d+", "*", path))) is not None}
+def _shard_layers(target: Target, styles: Mapping[str, Style]) -> None:
+    paths = [path for path, _ in target.body.named_modules()]
+    plan = {path: style for path in paths if (style := styles.get(re.sub(r"\d+", "*", path))) is not None}
     if not plan:
         raise ParallelError(f"{target.name}: no layer has a name of transformers' plan ({', '.join(styles)})")
-    for path, style in plan.items():
-        check_divides(path, modules[path], style, ranks.size)
-    parallelize_module(target.body, ranks.mesh, plan)  # type: ignore[arg-type]
+    divide(target.body, plan)
 
 
 @torch.inference_mode()
@@ -220,16 +201,15 @@ def _shard_head(head: Any, ranks: Ranks) -> None:
         return
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     by_heads = heads % size == 0 and key_heads % size == 0
-    plan: dict[str, Column | Row] = {}
+    plan: dict[str, Style] = {}
     for path, module in head.named_modules():
         if isinstance(module, Attention) and by_heads:
-            plan |= {f"{path}.{name}": Column() for name in ("q_proj", "k_proj", "v_proj")}
-            plan[f"{path}.o_proj"] = Row()
+            plan |= {f"{path}.{name}": Style() for name in ("q_proj", "k_proj", "v_proj")}
+            plan[f"{path}.o_proj"] = Style(by_row=True)
         elif isinstance(module, GatedMLP) and config.intermediate_size % size == 0:
-            plan |= {f"{path}.gate_proj": Column(), f"{path}.up_proj": Column(), f"{path}.down_proj": Row()}
+            plan |= {f"{path}.gate_proj": Style(), f"{path}.up_proj": Style(), f"{path}.down_proj": Style(by_row=True)}
     if config.own_vocabulary and head.lm_head.out_features % size == 0:
-        plan["lm_head"] = Column(gather=True)
-    if plan:
-        parallelize_module(head, ranks.mesh, plan)  # type: ignore[arg-type]
+        plan["lm_head"] = Style(whole=True)
+    divide(head, plan)
     if by_heads:  # the head's KV cache holds this rank's heads only
         head.config = replace(config, num_attention_heads=heads // size, num_key_value_heads=key_heads // size)

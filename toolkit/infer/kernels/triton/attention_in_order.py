@@ -22,8 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.infer.kernels.paged_reference import Pages, Scoring
-from toolkit.infer.kernels.triton.attention_parts import LOG2E, _fold
-from toolkit.infer.kernels.triton.paged_attention import KEY_BYTES, MAX_BLOCK, MAX_WIDTH, MIN_TILE, UPCAST
+from toolkit.infer.kernels.triton.paged_attention import (
+    KEY_BYTES,
+    LOG2E,
+    MAX_BLOCK,
+    MAX_WIDTH,
+    MIN_TILE,
+    UPCAST,
+    _fold,
+)
 
 
 @triton.jit(do_not_specialize=["path_row", "path_new", "count_row", "queries", "pages", "together"])

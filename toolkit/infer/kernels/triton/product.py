@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.infer.kernels.triton.attention_parts import PRECISION
-from toolkit.infer.kernels.triton.paged_attention import UPCAST
+from toolkit.infer.kernels.triton.paged_attention import PRECISION, UPCAST
 
 # By bytes of an element: rows and inputs of a tile. fp32 has fewer, since tf32x3 keeps two parts of every factor.
 TILE_ROWS, TILE_INPUTS = {2: 64, 4: 32}, {2: 64, 4: 32}

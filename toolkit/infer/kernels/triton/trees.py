@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Candidates, Ranked
-from toolkit.infer.request.draft_tree import upload
+from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Candidates
+from toolkit.infer.request.draft_tree import DraftTree, upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
 LANES = 128  # candidates that one program converts to nodes
@@ -144,7 +144,7 @@ def rank_candidates(
     scores: Tensor,
     nodes: Sequence[int],
     deepest: int,
-) -> Ranked:
+) -> DraftTree:
     """roots [B], tokens, parents, scores [B, C], levels [C] -> trees; row b keeps nodes[b] - 1 candidates."""
     rows, candidates = tokens.shape
     device, most = tokens.device, max(nodes)
@@ -163,7 +163,7 @@ def rank_candidates(
         roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths,
         mask.view(torch.uint8), valid.view(torch.uint8), candidates, most, deepest, lanes=LANES,
     )  # fmt: skip
-    return Ranked(node_tokens, node_parents, depths, mask, valid)
+    return DraftTree(node_tokens, node_parents, depths, mask, valid, deepest, is_chain=False)
 
 
 @triton.jit(do_not_specialize=["count", "k", "found", "first", "sees_row", "sees_beam", "node", "seen"])
