@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.files import check_types, read_config
+from toolkit.checkpoint.files import read_config
 from toolkit.errors import DraftDirError, TargetError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead, empty_head, head_class
@@ -182,7 +182,6 @@ def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
             "`toolkit export --draft DIR --to toolkit --out NEW` converts heads of other projects"
         )
-    check_types(stored, directory)
     block = stored["toolkit"]
     if block.get("format") != FORMAT or block.get("head") not in HEAD_KINDS:
         raise DraftDirError(

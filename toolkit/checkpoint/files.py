@@ -11,7 +11,7 @@ import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,40 +27,6 @@ from toolkit.errors import DraftDirError, ExportError
 from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
-# The type of settings of a head's config.json; any of them may be absent or null.
-TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "a mapping": (
-        lambda value: isinstance(value, dict),
-        "toolkit eagle_config dflash_config speculators_config verifier transformer_layer_config rope_parameters "
-        "rope_scaling full_attention",
-    ),
-    "a whole number from 1": (
-        lambda value: type(value) is int and value > 0,
-        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size "
-        "block_size",
-    ),
-    "a whole number": (
-        lambda value: type(value) is int and value >= 0,
-        "num_hidden_layers draft_vocab_size max_position_embeddings sliding_window num_mtp_layers markov_rank "
-        "mask_token_id",
-    ),
-    "a number": (lambda value: type(value) in (int, float), "rms_norm_eps rope_theta factor"),
-    "a list of whole numbers": (
-        lambda value: isinstance(value, list) and all(type(one) is int for one in value),
-        "eagle_aux_hidden_state_layer_ids aux_layer_ids aux_hidden_state_layer_ids target_layer_ids",
-    ),
-    "a list of words": (
-        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
-        "architectures layer_types",
-    ),
-    "true or false": (
-        lambda value: isinstance(value, bool),
-        "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
-        "tie_word_embeddings use_sliding_window parallel_drafting sample_from_anchor enable_confidence_head "
-        "confidence_head_with_markov causal_head causal is_causal",
-    ),
-}
-NEEDED = {key: (what, fits) for what, (fits, keys) in TYPES.items() for key in keys.split()}
 # Prefixes of trainers and engines that wrap the head in a module of their own.
 WRAPPERS = ("draft_model.", "eagle_module.", "model.")
 CONFIG = "config.json"
@@ -73,26 +39,6 @@ DRAFT_KEYS = {
 # Code in a repository is never run, so it is never downloaded.
 MASK_EMBEDDING = "mask_embedding.pt"  # beside some DFlash checkpoints
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.md", MASK_EMBEDDING]
-
-
-def check_types(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises `DraftDirError` that names every setting of a wrong type, nested ones too."""
-    wrong = _wrong(config, "")
-    if wrong:
-        raise DraftDirError(f"{directory}/config.json: {'; '.join(wrong)}. Copy the file again from its source")
-
-
-def _wrong(config: Mapping[str, Any], within: str) -> list[str]:
-    found: list[str] = []
-    for key, value in config.items():
-        if value is None or key not in NEEDED:
-            continue
-        what, fits = NEEDED[key]
-        if not fits(value):
-            found.append(f"{within}{key} is {value!r}; {what} is needed")
-        elif isinstance(value, Mapping):
-            found += _wrong(value, f"{within}{key}.")
-    return found
 
 
 def plain_name(name: str) -> str:
@@ -225,10 +171,8 @@ def read_checkpoint(directory: Path) -> CheckpointFiles:
     file = gguf_file(directory)
     if file is not None:
         config, tensors = read_gguf(file)
-        check_types(config, file)
         return CheckpointFiles(file.parent, config, tensors, (file.name,))
     config, tensors = read_config(directory), {}
-    check_types(config, directory)
     names = weight_files(directory)
     for name in names:
         part = load_tensors(directory / name) if name.endswith(".safetensors") else load_pickle(directory / name)
