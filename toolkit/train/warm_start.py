@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, check_draft_sizes, rope_difference
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, rope_difference
 from toolkit.checkpoint.files import weights_sha256
 from toolkit.checkpoint.open_head import open_head
 from toolkit.data.batches import Batch
@@ -402,10 +402,7 @@ def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead
             f"train.init = {name} is a head of kind {draft.kind}, but train.head.kind is {settings.head.kind}; set "
             f"train.head.kind={draft.kind}"
         )
-    if isinstance(target, Target):
-        check_draft_fits(draft, target)
-    else:  # its weights are not loaded here; the training compares the embedding
-        check_draft_sizes(draft, target)
+    check_draft_fits(draft, target)
     with_head_settings(settings, draft.head.config)
     differs = rope_difference(draft.head.config, full_attention_rope(target.config))
     if differs:
