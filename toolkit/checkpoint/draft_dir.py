@@ -1,7 +1,7 @@
 """The draft directory: a self-describing checkpoint of a draft head. `toolkit serve --draft DIR` needs nothing else.
 
-config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block that says which kind
-                   of head it is (head_kinds.py), what it reads of the target, and where it came from
+config.json        the head's sizes and variants, and a `toolkit` block that says which kind of head it is
+                   (head_kinds.py), what it reads of the target, and where it came from
 model.safetensors  the head's tensors; with d2t (offsets) and t2d (bool) where the head has a token map
 measured.json      what `toolkit bench` measured with it (optional)
 search.json        the fastest settings that `toolkit search` found, and the machine (optional)
@@ -106,7 +106,8 @@ def save_draft(
     (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
     block = {"format": FORMAT, "head": config.kind, **config.features.to_dict(), **meta}
-    write_json(directory / "config.json", {**_serving_keys(config, head_state), "toolkit": block})
+    values = {name: value for name, value in config.to_dict().items() if name != "aux_layer_ids"}
+    write_json(directory / "config.json", {**values, "toolkit": block})
     return directory
 
 
@@ -119,21 +120,6 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
         stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
         for name, tensor in tensors.items()
     )
-
-
-def _serving_keys(config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
-    values = {name: value for name, value in config.stored_values().items() if name != "aux_layer_ids"}
-    return {
-        **values,
-        **config.serving_keys(),
-        **config.window_keys(),
-        "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": str(dtype_of(head_state)).removeprefix("torch."),
-    }
 
 
 def dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:

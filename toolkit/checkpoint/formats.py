@@ -292,6 +292,9 @@ def layer_keys(config: HeadConfig, state: Mapping[str, torch.Tensor]) -> dict[st
     """The keys of the layers of a head of this state."""
     rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA, **config.rope_parameters}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+    if window:  # vLLM and speculators apply it according to `layer_types`
+        window["layer_types"] = ["sliding_attention"] * config.layers
     return {
         "model_type": "llama",
         **{key: getattr(config, key) for key in SIZES},
@@ -304,7 +307,7 @@ def layer_keys(config: HeadConfig, state: Mapping[str, torch.Tensor]) -> dict[st
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype_of(state)).removeprefix("torch."),
-        **config.window_keys(),
+        **window,
     }
 
 

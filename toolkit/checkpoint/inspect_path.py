@@ -127,9 +127,10 @@ def _describe(report: Report, draft: DraftCheckpoint, named: str | None) -> None
     if ids is not None:
         report.rows.append(("aux_layer_ids", f"{list(ids)} (id k = input of layer k = output of layer k-1)"))
         needs = f", {config.features.needed_layers} layers or more"
-    switches = [one.name for one in fields(config) if one.name in config.variants() and isinstance(one.default, bool)]
+    switches = [one for one in fields(config) if isinstance(one.default, bool)]
+    changed = [(one.name, getattr(config, one.name)) for one in switches if getattr(config, one.name) != one.default]
     if switches:
-        on = ", ".join(name for name in switches if getattr(config, name))
+        on = ", ".join(name if value else f"no {name}" for name, value in changed)
         report.rows.append(("variants", on or f"none: {config.kind} as published"))
     says = f"it names {named}" if named else "it names none, give --target"
     size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"

@@ -93,10 +93,6 @@ class DSparkConfig(AuxHeadConfig):
     def own_vocabulary(self) -> bool:  # type: ignore[override]
         return self.own_output
 
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        return super().variants() | {"causal"}
-
     @property
     def drafts_at_once(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
@@ -127,9 +123,6 @@ class DSparkConfig(AuxHeadConfig):
         if given is not None and given >= vocab_size:
             raise HeadError(f"train.head.mask_token_id is {given}; the target has the ids below {vocab_size}")
         return replace(built, mask_token_id=vocab_size - 1 if given is None else given)
-
-    def serving_keys(self) -> dict[str, Any]:
-        return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}
 
 
 class MarkovHead(nn.Module):

@@ -63,14 +63,6 @@ class Eagle2Config(HeadConfig):
         """The head also learns the next feature (arXiv 2401.15077, section 4.2)."""
         return settings.token_weight, settings.feature_weight
 
-    def serving_keys(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLMEagle"],
-            "model_type": "llama",
-            "bias": self.fc_bias,
-            "qkv_bias": self.attention_bias,
-        }
-
 
 class Eagle2Head(DraftHead):
     """The EAGLE head with EAGLE's parameter names: `fc`, `layers.N.*`. Embedding and output matrix are the target's."""

@@ -4,7 +4,7 @@ heads that read hidden states of several layers of the target and have an output
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -171,39 +171,13 @@ class HeadConfig(ABC):
 
     # -- config.json ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def serving_keys(self) -> dict[str, Any]:
-        """The config.json keys that other engines read, in addition to the fields."""
-
-    def window_keys(self) -> dict[str, Any]:
-        """The sliding window's keys for vLLM and speculators, which apply it according to `layer_types`."""
-        if self.sliding_window is None:
-            return {}
-        types = ["sliding_attention"] * (self.mtp_layers * self.layers)
-        return {"sliding_window": self.sliding_window, "layer_types": types}
-
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        """Fields that are written only if they differ from their default.
-
-        So the config.json of a plain head has no key that another loader interprets differently."""
-        return frozenset({"sliding_window"})
-
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
-    def stored_values(self) -> dict[str, Any]:
-        """The fields as JSON values, without variants at their default."""
-        plain = {
-            one.name for one in fields(self) if one.name in self.variants() and getattr(self, one.name) == one.default
-        }
-        return {name: value for name, value in self.to_dict().items() if name not in plain}
-
     @classmethod
     def lacking(cls, values: dict[str, Any]) -> list[str]:
-        """Names of the fields that `values` lacks. Variants may be absent."""
-        wanted = (one.name for one in fields(cls) if one.name not in cls.variants())
-        return [name for name in wanted if values.get(name) is None]
+        """Names of the fields without a default that `values` lacks."""
+        return [one.name for one in fields(cls) if one.default is MISSING and values.get(one.name) is None]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

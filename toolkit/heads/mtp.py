@@ -77,10 +77,6 @@ class MtpConfig(HeadConfig):
         if self.num_mtp_layers < 1:
             raise ValueError(f"mtp config: num_mtp_layers is {self.num_mtp_layers}; at least 1 is needed")
 
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        return super().variants() | {"final_norm", "layer_config"}
-
     @property
     def features(self) -> Features:
         return Features(after_norm=self.target_hidden == "post_norm")
@@ -106,14 +102,6 @@ class MtpConfig(HeadConfig):
                 )
             own |= _family_settings(config, settings.layers)
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
-
-    def serving_keys(self) -> dict[str, Any]:
-        # No other engine serves MTP layers apart from their target, so no existing architecture name fits.
-        return {
-            "architectures": ["MtpDraftHead"],
-            "model_type": "mtp_draft_head",
-            "num_nextn_predict_layers": self.num_mtp_layers,
-        }
 
 
 def _family_settings(config: Any, layers: int) -> dict[str, Any]:
