@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -214,13 +212,6 @@ def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, t
     own = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": torch.randn_like(close)}), "own")
     with pytest.raises(DraftDirError, match="embedding that differs from the target's"):
         load_engine(EngineConfig(draft=own, target=target))
-
-
-def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    directory = publish("specforge", make_eagle3(), broken(rope_theta=500000.0))
-    check_serves(directory, target)
-    assert "rope_theta 500000.0 (the target's 10000.0)" in caplog.text
 
 
 def test_ids_and_output_rows_in_another_order_are_sorted_together(make_eagle3, publish, target, tiny_draft):

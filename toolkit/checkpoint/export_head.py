@@ -128,7 +128,7 @@ def export_head(
             _check_same(draft, load_draft(temporary), draft.head.config, draft.head.state_dict())
         else:
             draft, notes = _without_map(draft, to, temporary, here)
-            result = exported(draft, to, facts, shape.chain)
+            result = exported(draft, to, facts, shape.num_steps)
             notes = result.notes + notes + [one.line for one in draft.resolutions if one.warning]
             result.config = _without_paths(result.config, hidden)
             _write(result, temporary, facts)

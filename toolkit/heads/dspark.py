@@ -201,7 +201,7 @@ class DSparkHead(DraftHead):
         """Draft n blocks in one pass; T = n*b, block by block.
 
         embeds [T, H]: of the token x_{t+1} at the first place of a block; the others are not read. hidden: not read.
-        positions [T]: t+1, t+2, .. Returns [T, H], the input of `read`.
+        positions [T]: t+1, t+2, .. Returns [T, H], the input of `after`.
         """
         x = self.queries(embeds)
         cos, sin = self.rope(positions, embeds, reach)
@@ -220,8 +220,8 @@ class DSparkHead(DraftHead):
         return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs of `read` [..., H] and ids [...] of the tokens before the predicted ones -> the input of `logits` and
-        `confident`, [..., H + r]."""
+        """Outputs of `forward` [..., H] and ids [...] of the tokens before the predicted ones -> [..., H + r], the input
+        of `logits` and `confident`."""
         normed, before = self.normed(states), self.before(tokens)
         return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
 

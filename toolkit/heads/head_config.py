@@ -11,11 +11,6 @@ if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
-AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
-LAST_CONVENTION = "the target's last hidden state after its final norm, as its output matrix reads it"
-BEFORE_NORM_CONVENTION = "the target's last hidden state before its final norm"
-
-
 class HeadError(ValueError):
     """A draft head that cannot be built for a target."""
 
@@ -41,9 +36,7 @@ class Features(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of the `toolkit` block of config.json."""
-        if self.aux_layer_ids is None:
-            return {"features": LAST_CONVENTION if self.after_norm else BEFORE_NORM_CONVENTION}
-        return {"aux_layer_ids": list(self.aux_layer_ids), "aux_layer_ids_convention": AUX_CONVENTION}
+        return {} if self.aux_layer_ids is None else {"aux_layer_ids": list(self.aux_layer_ids)}
 
 
 class EngineNames(NamedTuple):
