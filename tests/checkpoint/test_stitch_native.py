@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 
 import pytest
 import torch
@@ -117,18 +116,12 @@ def test_a_fresh_module_is_added_to_a_target_that_had_none(tiny_target, tiny_tar
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "said"),
-    [
-        ("mimo", lambda t: {**t, f"{NAMES['mimo'][2]}.weight_scale": torch.ones(1)}, "is quantised"),
-    ],
-)
-def test_a_module_that_cannot_be_written_is_refused(family, change, said, tuned, tmp_path, capsys):
+def test_a_module_that_cannot_be_written_is_refused(tuned, tmp_path, capsys):
     """Before anything is written."""
-    directory, draft = tuned(family)
-    change_module(directory, change)
+    directory, draft = tuned("mimo")
+    change_module(directory, lambda t: {**t, f"{NAMES['mimo'][2]}.weight_scale": torch.ones(1)})
     assert stitched(draft, tmp_path / "copy") == 2
-    assert re.search(said, capsys.readouterr().err) and not (tmp_path / "copy").exists()
+    assert "is quantised" in capsys.readouterr().err and not (tmp_path / "copy").exists()
 
 
 def test_heads_of_another_form_are_refused(tuned, tiny_target_directory, tmp_path, capsys):

@@ -28,14 +28,11 @@ from toolkit.checkpoint.open_head import exported, import_head, open_head
 from toolkit.errors import ExportError
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.heads.head_config import HeadConfig
-from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name, split_revision
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import atomic_write, save_tensors, write_json
-
-log = get_logger(__name__)
 
 DEFAULT_SHAPE = "3,1,4"
 NATIVE = "native"  # in place of an engine: the target's own checkpoint
@@ -114,8 +111,6 @@ def export_head(
         refused, warnings = problems(draft, facts)
         if refused:
             raise ExportError(f"the head is not written for {facts.name}: {'; '.join(refused)}")
-        for warning in warnings:
-            log.warning("%s", warning)
         # Paths of the target on this machine, longest first; none for a hub's target.
         paths = sorted({one for one in (facts.source, facts.name) if one.startswith("/")}, key=len, reverse=True)
         hidden = paths if name is not None else []

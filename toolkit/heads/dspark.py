@@ -220,8 +220,8 @@ class DSparkHead(DraftHead):
         return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs of `forward` [..., H] and ids [...] of the tokens before the predicted ones -> [..., H + r], the input
-        of `logits` and `confident`."""
+        """Outputs of `forward` [..., H] and ids [...] of the tokens before the predicted ones -> [..., H + r], the
+        input of `logits` and `confident`."""
         normed, before = self.normed(states), self.before(tokens)
         return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
 
