@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft, problems
 from toolkit.checkpoint.files import locate, read_checkpoint, target_named
 from toolkit.checkpoint.native_mtp import find_native, why_unread
-from toolkit.checkpoint.open_head import facts_for, import_head, recognise
+from toolkit.checkpoint.open_head import OURS, facts_for, import_head, recognise
 from toolkit.errors import DraftDirError, TargetError, TokenMapError, UnknownFamilyError
 from toolkit.heads.decoder_layer import STATIC_ROPE_TYPES
 from toolkit.heads.families import at
@@ -84,19 +84,19 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
     for what is no draft head, `TargetError`.
     """
     files = read_checkpoint(directory)
-    found = recognise(files.config, files.tensors)
-    report = Report(f"{directory}: {found.head} draft head, in the form of {found.writer}")
+    kind, writer = recognise(files.config, files.tensors)
+    report = Report(f"{directory}: {kind} draft head, in the form of {writer}")
     settings = () if files.weights[0].endswith(".gguf") else ("config.json",)
-    report.rows = [("format", found.format), ("files", ", ".join((*settings, *files.weights)))]
+    report.rows = [("files", ", ".join((*settings, *files.weights)))]
     facts = facts_for(files, target)
     try:
-        draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)
+        draft = load_draft(directory) if writer == OURS else import_head(files, facts=facts)
     except (DraftDirError, WeightsError, TokenMapError) as error:
         report.refuse(str(error))
         report.rows.append(("tensors", f"{len(files.tensors)}: {', '.join(sorted(files.tensors))}"))
         return report
     named = (draft.meta.get("target") or {}).get("name")
-    if facts is None and found.format == "toolkit" and named and Path(named).is_dir():
+    if facts is None and writer == OURS and named and Path(named).is_dir():
         facts = target_facts(named)  # a folder on this machine; inspecting fetches nothing
     _describe(report, draft, named)
     report.read = [one.line for one in draft.resolutions if not one.warning]

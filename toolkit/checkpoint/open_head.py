@@ -7,7 +7,6 @@ other projects write each kind of head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,7 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
     raise ExportError(f"a {draft.kind} head cannot be written for {to}: {why}")
 
 
+OURS = "toolkit"
 # In the names of architectures and model types of drafters that are not read.
 OTHER_HEADS = ("dflash", "dspark", "peagle", "medusa", "mlp_speculator", "mtp")
 # Kinds of speculators -> ours.
@@ -73,29 +73,22 @@ EAGLE3_WRITERS = {
 }
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """format: toolkit, speculators, eagle3, dspark or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
+def recognise(config: dict[str, Any], names: Iterable[str]) -> tuple[str, str]:
+    """The kind of head, and what wrote it (toolkit: our own draft directory).
 
-    format: str
-    head: str
-    writer: str
-
-
-def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
-    """Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
+    Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
     names = {plain_name(name) for name in names}
     architectures = config.get("architectures") or []
     if "toolkit" in config:
-        return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
+        return str(config["toolkit"].get("head")), OURS
     kind = config.get("speculators_model_type")
     if kind is not None:
         if kind not in SPECULATORS:
             raise _unknown(f"of speculators_model_type {kind!r}")
-        return Recognised("speculators", SPECULATORS[kind], "speculators")
+        return SPECULATORS[kind], "speculators"
     for architecture in architectures:
         if architecture in BLOCK_DRAFTERS:
-            return Recognised("dspark", "dspark", BLOCK_DRAFTERS[architecture])
+            return "dspark", BLOCK_DRAFTERS[architecture]
     if any(word in " ".join([str(config.get("model_type")), *architectures]).lower() for word in OTHER_HEADS):
         raise _unknown(f"a drafter of another kind: architectures {architectures}, not Qwen3's layers")
     if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
@@ -106,9 +99,9 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
         writer = EAGLE3_WRITERS.get(next(iter(architectures), ""), "SpecForge or SGLang")
         if "use_last_layernorm" in (config.get("eagle_config") or {}):
             writer = "NVIDIA ModelOpt"
-        return Recognised("eagle3", "eagle3", writer)
+        return "eagle3", writer
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
-        return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
+        return "eagle2", "SafeAILab EAGLE-1/2"
     shown = ", ".join(sorted(names)[:6]) or "no tensors"
     raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
 
@@ -173,9 +166,9 @@ def import_head(
     """The head of a foreign checkpoint, strictly: every tensor is taken, named as left out, or an error."""
     resolver = Resolver(overrides)
     try:
-        found = recognise(files.config, files.tensors)
-        resolver.note("format", found.format, f"by its contents; in the form of {found.writer}")
-        form = FORMATS[found.head]
+        kind, writer = recognise(files.config, files.tensors)
+        resolver.note("kind", kind, f"by its contents; in the form of {writer}")
+        form = FORMATS[kind]
         config, tensors, token_map, embedding = read_foreign(form, files.config, files.tensors, resolver, facts)
         resolver.check_all_used()
         _check_dtypes(tensors, resolver)
@@ -186,7 +179,7 @@ def import_head(
     except ValueError as error:  # a DraftDirError, or settings that no head can have
         raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
-    meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": config.kind}
+    meta: dict[str, Any] = {"writer": writer, "head": config.kind}
     meta |= config.features.to_dict()
     stated = named_target(files)
     if stated is not None:

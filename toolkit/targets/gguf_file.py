@@ -101,7 +101,10 @@ def convert(path: Path, into: Path) -> None:
         if token is not None:  # transformers 5.17 takes the token that begins a text for the one that ends it
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    with without_progress_bars(), _deepspeed_on_cpu():
+    if not torch.cuda.is_available():
+        # Saving a model imports DeepSpeed, which would warn of a machine without a GPU unless it is told of the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with without_progress_bars():
         model.save_pretrained(into)
     tokenizer.save_pretrained(into)
 
@@ -146,23 +149,6 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
         if not downloads_shown:
             hub.disable_progress_bars()
-
-
-@contextmanager
-def _deepspeed_on_cpu() -> Iterator[None]:
-    """Saving a model imports DeepSpeed, which would warn on a machine without a GPU unless it is told of the CPU."""
-    name = "DS_ACCELERATOR"
-    if name in os.environ or torch.cuda.is_available():
-        yield
-        return
-    os.environ[name] = "cpu"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
