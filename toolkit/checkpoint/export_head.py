@@ -48,22 +48,18 @@ def export_path(
     shape: str | None = None,
     settings: Mapping[str, Any],
     hub_name: str | None = None,
-    token_map: str | Path | None = None,
 ) -> tuple[str, str, list[str]]:
     """Write the head at `path` for the engine `to` into the new folder `out`; "native": into a copy of its target.
 
     target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
     None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
-    hub_name: the hub id that `out` will be pushed to. token_map: a file of the ids that a "native" copy drafts.
-    Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
-    `TargetError`.
+    hub_name: the hub id that `out` will be pushed to. Returns the head's kind, the launch line, and notes for the user.
+    Raises `ExportError`, `DraftDirError`, `TargetError`.
     """
     draft = open_head(path, target=target, overrides=dict(settings))
     facts = _facts(draft, path, target)
     if to == NATIVE:
-        launch, notes = stitch(draft, facts, out, _shape(shape, draft), token_map)
-    elif token_map is not None:
-        raise ExportError(f"`token_map` is {token_map}, which only an export to native has beside it; leave it out")
+        launch, notes = stitch(draft, facts, out, _shape(shape, draft))
     else:
         launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
     if not (draft.meta.get("measured") or {}).get("recommended", True):

@@ -118,7 +118,7 @@ def read_foreign(
     own["num_hidden_layers"] = _layers(stored, tensors, layer.get("num_hidden_layers"), resolver)
     keys = {key for _, keys in form.by_tensor.values() for key in keys}
     _note_unread({**layer, **said}, {*form.keys, *form.fixed, *form.aux, *keys}, resolver)
-    return form.config(**shapes, **by_tensor(form, reading), **own), tensors, token_map, reading.embedding
+    return form.config(**shapes, **_by_tensor(form, reading), **own), tensors, token_map, reading.embedding
 
 
 def _flat(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _flat(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def by_tensor(form: Format, reading: Reading) -> dict[str, bool]:
+def _by_tensor(form: Format, reading: Reading) -> dict[str, bool]:
     """The fields that tensors show. Raises `WeightsError` for a norm that the config states and the weights lack."""
     found: dict[str, bool] = {}
     for name, (tensor, keys) in form.by_tensor.items():
@@ -154,7 +154,6 @@ def by_tensor(form: Format, reading: Reading) -> dict[str, bool]:
 
 
 # -- how settings are read ---------------------------------------------------------------------------------------------
-
 
 KINDS = {tuple: "whole numbers such as 2,16,29 are", bool: "true or false is", int: "a number is", float: "a number is"}
 
@@ -489,7 +488,8 @@ def write_foreign(form: Format, draft: DraftCheckpoint, to: str, facts: TargetFa
     """`draft` for the engine `to`. draft_tokens: a chain's length, where the format holds one.
 
     Raises `ExportError` for a head that the engine would not draft with as it is."""
-    config, state, notes = draft.head.config, draft.head.state_dict(), []
+    config, state = draft.head.config, draft.head.state_dict()
+    notes: list[str] = []
     own, wanted = config.max_position_embeddings, facts.max_context or 0
     if own < wanted and config.rope_parameters.get("rope_type", "default") == "default":
         config = replace(config, max_position_embeddings=wanted)

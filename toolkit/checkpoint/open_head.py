@@ -44,13 +44,20 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
 
     Raises `ExportError` for a head that would not be the same there.
     """
-    form = FORMATS.get(draft.kind)
-    if form is not None and to in form.writers:
-        return write_foreign(form, draft, to, facts, draft_tokens)
-    why = "no such loader" if form is None else form.why_not
+    why = why_not_written(draft, to)
+    if why is not None:
+        raise ExportError(f"a {draft.kind} head cannot be written for {to}: {why}")
+    return write_foreign(FORMATS[draft.kind], draft, to, facts, draft_tokens)
+
+
+def why_not_written(draft: DraftCheckpoint, to: str) -> str | None:
+    """Why heads of this kind cannot be written for an engine; None: they can."""
     if draft.head.config.in_target:
-        why = "other engines read MTP layers from the target's own checkpoint; --to native writes it"
-    raise ExportError(f"a {draft.kind} head cannot be written for {to}: {why}")
+        return "other engines read MTP layers from the target's own checkpoint; --to native writes it"
+    form = FORMATS.get(draft.kind)
+    if form is None:
+        return "no such loader"
+    return None if to in form.writers else form.why_not
 
 
 OURS = "toolkit"
