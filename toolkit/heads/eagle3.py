@@ -51,7 +51,6 @@ class Eagle3Config(AuxHeadConfig):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
 

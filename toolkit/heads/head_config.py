@@ -55,8 +55,6 @@ class HeadConfig(ABC):
     """The decoder layer's shapes and the target's vocabulary. Each kind of head adds its own fields.
 
     sliding_window: positions that a query of the head's attention sees, including its own; None: all before it.
-    Raises ValueError for a window below 1.
-
     kind: the name in config.json and in recipes. own_vocabulary: the head has its own token map and output matrix;
     otherwise it uses the target's output matrix. in_target: other engines read it only from the target's own
     checkpoint. engine_names: None: no other engine serves it.
@@ -77,10 +75,6 @@ class HeadConfig(ABC):
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
     sliding_window: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window is {self.sliding_window}; at least 1, or null for none, is needed")
 
     # -- for training and serving --------------------------------------------------------------------------------------
 
@@ -207,7 +201,7 @@ def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AuxHeadConfig(HeadConfig):
-    """`aux_layer_ids` index HF `hidden_states`. num_hidden_layers: decoder layers. Raises ValueError for less than one.
+    """`aux_layer_ids` index HF `hidden_states`. num_hidden_layers: decoder layers.
 
     own_settings: the fields that a recipe's `train.head` sets under the same name."""
 
@@ -218,11 +212,6 @@ class AuxHeadConfig(HeadConfig):
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...]
     num_hidden_layers: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"{self.kind} config: num_hidden_layers is {self.num_hidden_layers}; at least 1 is needed")
 
     @property
     def features(self) -> Features:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # serving does not import pydantic
 LLAMA_LIKE = ("llama",)
 # Errors of a layer that is called in a way that it does not know.
 FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-NormSide = Literal["post_norm", "pre_norm"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class MtpConfig(HeadConfig):
     final_norm: `shared_head.norm` exists; ERNIE 4.5 has none, and the output matrix reads the layer's own output.
     layer_config: the configuration of the decoder layers (`families.layer_config`); None: Llama's layer, by the
         sizes of this configuration.
-    Raises ValueError for an unknown variant or less than one layer.
     """
 
     kind = "mtp"
@@ -60,17 +58,10 @@ class MtpConfig(HeadConfig):
 
     num_mtp_layers: int = 1
     embedding_first: bool = True
-    target_hidden: NormSide = "post_norm"
+    target_hidden: Literal["post_norm", "pre_norm"] = "post_norm"
     zero_first_embedding: bool = False
     final_norm: bool = True
     layer_config: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target_hidden not in ("post_norm", "pre_norm"):
-            raise ValueError(f"mtp config: target_hidden is {self.target_hidden!r}; post_norm or pre_norm is needed")
-        if self.num_mtp_layers < 1:
-            raise ValueError(f"mtp config: num_mtp_layers is {self.num_mtp_layers}; at least 1 is needed")
 
     @property
     def features(self) -> Features:
