@@ -213,7 +213,7 @@ def download_wheel(source: WheelFile, folder: Path) -> Path:
     found = sha256_file(wheel)
     if found != source.wheel_sha256:
         raise TargetError(
-            f"{wheel.name} has sha256 {found}, but {source.wheel_sha256} is needed: the index served another file, which was not "
-            "kept; check pip's index settings (`pip config list`) and try again"
+            f"{wheel.name} has sha256 {found}, but {source.wheel_sha256} is needed: the index served another "
+            "file, which was not kept; check pip's index settings (`pip config list`) and try again"
         )
     return wheel
