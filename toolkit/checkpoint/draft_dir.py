@@ -199,8 +199,10 @@ def misfits(draft: DraftCheckpoint, target: Target | TargetFacts) -> tuple[list[
     refused, warned = size_problems(draft, target), []
     if draft.own_embedding is not None and not refused:
         try:
-            loaded = isinstance(target, Target)
-            theirs = target.embed_tokens.weight.detach().cpu() if loaded else target_embedding(target)
+            if isinstance(target, Target):
+                theirs = target.embed_tokens.weight.detach().cpu()
+            else:
+                theirs = target_embedding(target)
             problem = embedding_problem(draft.own_embedding, theirs)
             refused += [f"it has {problem}"] if problem else []
         except TargetError as error:

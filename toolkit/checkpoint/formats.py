@@ -134,9 +134,9 @@ def _flat(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _by_tensor(form: Format, reading: Reading) -> dict[str, bool]:
+def _by_tensor(form: Format, reading: Reading) -> dict[str, Any]:
     """The fields that tensors show. Raises `WeightsError` for a norm that the config states and the weights lack."""
-    found: dict[str, bool] = {}
+    found: dict[str, Any] = {}
     for name, (tensor, keys) in form.by_tensor.items():
         stated = [bool(reading.said[key]) for key in keys if reading.said.get(key) is not None]
         usual = any(stated) if stated else bool(getattr(form.config, name))
@@ -291,7 +291,7 @@ def layer_keys(config: HeadConfig, state: Mapping[str, torch.Tensor]) -> dict[st
     """The keys of the layers of a head of this state."""
     rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA, **config.rope_parameters}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+    window: dict[str, Any] = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
     if window:  # vLLM and speculators apply it according to `layer_types`
         window["layer_types"] = ["sliding_attention"] * config.layers
     return {
