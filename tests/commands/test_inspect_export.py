@@ -10,7 +10,7 @@ from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 
 
-@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
+@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "gguf", "toolkit"])
 def test_export_inspect_and_serve_again(tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
     """The whole way: our head -> their format -> the report -> our engine, whose drafts are the same as before."""
     out = tmp_path / "out"

@@ -14,7 +14,7 @@ next feature from (feature of position i, embedding of token i+1). The target's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadConfig
 
 if TYPE_CHECKING:  # serving does not import pydantic
-    from toolkit.train_settings import HeadSettings, UnrollSettings
+    from toolkit.train_settings import UnrollSettings
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,6 @@ class Eagle2Config(HeadConfig):
     def regressed_layer(self) -> None:
         """None: the head's output is the target's last hidden state."""
         return None
-
-    @classmethod
-    def from_settings(
-        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
-    ) -> Eagle2Config:
-        return cls.from_target_config(
-            config,
-            vocab_size=vocab_size,
-            num_hidden_layers=settings.layers,
-            sliding_window=settings.sliding_window,
-        )
 
     @staticmethod
     def loss_weights(settings: UnrollSettings) -> tuple[float, float]:

@@ -137,11 +137,12 @@ class HeadConfig(ABC):
         )
 
     @classmethod
-    @abstractmethod
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Self:
         """Config of a head with these settings for a target of this (text) configuration and `n_layers` layers."""
+        own: dict[str, Any] = {"num_hidden_layers": settings.layers, "sliding_window": settings.sliding_window}
+        return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
     def for_steps(self, steps: int) -> Self:
         """The configuration for a training that unrolls `steps` steps."""
