@@ -34,7 +34,7 @@ def edited(**changes):
     ("change", "says", "usable"),
     [
         (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)", True),
-        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers", False),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "a target of 7 layers needs", False),
         (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight", False),
         (
             lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")),

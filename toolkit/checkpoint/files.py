@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -74,29 +74,24 @@ def locate(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
-    hub = _hub_id(name)
-    if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
-        # Checked before gigabytes are downloaded.
+    hub, revision, config = _on_hub(name)
+    if looks_like_target(config):  # checked before gigabytes are downloaded
         raise DraftDirError(f"{name} is a whole language model, no draft head; use it as `target`")
-    return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
+    return Path(_from_hub(name, lambda: snapshot_download(hub, revision=revision, allow_patterns=WANTED)))
 
 
-class HubId(NamedTuple):
-    """org/name and its revision."""
+def _on_hub(name: str | Path) -> tuple[str, str | None, Any]:
+    """org/name, its revision and its config.json.
 
-    id: str
-    revision: str | None
-
-
-def _hub_id(name: str | Path) -> HubId:
-    """Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
+    Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
     found, path = HUB_ID.match(str(name)), Path(name).expanduser()
     if found is None or path.exists() or path.parent.is_dir():
         raise DraftDirError(
             f"{name} is no draft directory: no such folder. A directory that `toolkit train` or `toolkit run` wrote "
             "(runs/NAME/ckpt), one of another project's, or a hub id (org/name, org/name@revision) is needed"
         )
-    return HubId(found["id"], found["revision"])
+    hub, revision = found["id"], found["revision"]
+    return hub, revision, _from_hub(name, lambda: read_json(hf_hub_download(hub, CONFIG, revision=revision)))
 
 
 def _from_hub(name: str | Path, fetch: Callable[[], Any]) -> Any:
@@ -118,7 +113,7 @@ def looks_like_target(config: Any) -> bool:
     return isinstance(layers, int) and layers > 2
 
 
-def target_named(name: str) -> HubId | None:
+def target_named(name: str) -> tuple[str, str | None] | None:
     """`name` as a target with its revision; None for a draft head. No weights are read.
 
     Raises `DraftDirError` when it is neither here nor on the hub.
@@ -128,16 +123,15 @@ def target_named(name: str) -> HubId | None:
     if file is not None and file.is_file() and is_gguf_head(file):
         return None
     if name == DEMO_NAME or path.suffix == ".gguf":
-        return HubId(name, None)
+        return name, None
     if path.is_dir():
         config, names = read_config(path), _names(path)
         # A config of two layers may be a head's: the weights decide.
         whole = is_whole_model(names) if not looks_like_target(config) else "fc.weight" not in names
         whole = whole and not DRAFT_KEYS & config.keys()
-        return HubId(name, None) if whole else None
-    hub = _hub_id(name)
-    config = _from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))
-    return hub if looks_like_target(config) else None
+        return (name, None) if whole else None
+    hub, revision, config = _on_hub(name)
+    return (hub, revision) if looks_like_target(config) else None
 
 
 def _names(directory: Path) -> set[str]:

@@ -18,6 +18,7 @@ from toolkit.errors import DraftDirError, ExportError
 from toolkit.heads.head_config import AuxHeadConfig, HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
+from toolkit.targets.features import check_aux_layer_ids
 from toolkit.tokenmap.token_map import TokenMap, as_ids
 from toolkit.weights import WeightsError
 
@@ -425,7 +426,7 @@ def _aux_layer_ids(
 ) -> tuple[int, ...]:
     """As indices into HF hidden_states, our convention (id k = input of layer k).
 
-    Raises `DraftDirError` for keys that differ, and for ids that no target, or not this one, has."""
+    Raises `DraftDirError` for keys that differ, `TargetError` for ids that no target, or not this one, has."""
     found = {key: tuple(i + by for i in said[key]) for key, by in form.aux.items() if said.get(key)}
     usual = (2, facts.n_layers // 2, facts.n_layers - 3) if form.usual_aux and facts is not None else ()
     given = resolver.overridden("aux_layer_ids")
@@ -448,10 +449,7 @@ def _aux_layer_ids(
         shown = ",".join(map(str, usual))
         rule += f". This target's usual ones are {shown}: these look off by one; try --set aux_layer_ids={shown}"
     ids = tuple(resolver.settle("aux_layer_ids", ids, rule, warning=shifted))
-    if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: ascending, distinct ids are needed")
-    if facts is not None and ids[-1] > facts.n_layers:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: the target {facts.name} has {facts.n_layers} layers")
+    check_aux_layer_ids(ids, facts.n_layers if facts is not None else max(ids, default=0))
     return ids
 
 
