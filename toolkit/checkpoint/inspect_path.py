@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft, problems
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, problems
 from toolkit.checkpoint.files import locate, read_checkpoint, target_named
+from toolkit.checkpoint.model_card import head_rows
 from toolkit.checkpoint.native_mtp import find_native, why_unread
 from toolkit.checkpoint.open_head import OURS, facts_for, import_head, recognise
 from toolkit.errors import DraftDirError, TargetError, TokenMapError, UnknownFamilyError
@@ -111,27 +112,9 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
 
 
 def _describe(report: Report, draft: DraftCheckpoint, named: str | None) -> None:
-    config, state = draft.head.config, draft.head.state_dict()
-    count = sum(value.numel() for value in state.values())
-    layers = config.mtp_layers * config.layers
-    own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
-    report.rows += [
-        ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
-        ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
-                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"
-                  f"{'' if layers == 1 else f'; {layers} such layers'}"),
-        ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
-        ("draft vocabulary", own if config.own_vocabulary else f"{own}, with the target's output matrix"),
-    ]  # fmt: skip
-    ids, needs = config.features.aux_layer_ids, ""
-    if ids is not None:
-        report.rows.append(("aux_layer_ids", f"{list(ids)} (id k = input of layer k = output of layer k-1)"))
-        needs = f", {config.features.needed_layers} layers or more"
-    switches = [one for one in fields(config) if isinstance(one.default, bool)]
-    changed = [(one.name, getattr(config, one.name)) for one in switches if getattr(config, one.name) != one.default]
-    if switches:
-        on = ", ".join(name if value else f"no {name}" for name, value in changed)
-        report.rows.append(("variants", on or f"none: {config.kind} as published"))
+    config = draft.head.config
+    report.rows += head_rows(draft)
+    needs = f", {config.features.needed_layers} layers or more" if config.features.needed_layers else ""
     says = f"it names {named}" if named else "it names none, give --target"
     size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
     report.rows.append(("needs", f"a target of {size}; {says}"))
