@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.open_head import open_head
+from toolkit.heads.draft_head import head_class
 from toolkit.targets.facts import target_facts
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import save_tensors
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -19,20 +23,53 @@ def tiny_facts(tiny_target_directory):
     return target_facts(tiny_target_directory)
 
 
-@pytest.fixture
-def make_eagle3(tiny_draft):
-    """Builds a random EAGLE-3 head of the tiny target with any of the variants."""
+# Fields of a random head, besides those of the target.
+KINDS = {
+    "eagle3": {"aux_layer_ids": (2, 3, 4)},
+    "eagle2": {},
+    "dspark": {
+        "aux_layer_ids": (1, 2, 3), "num_hidden_layers": 2, "block_size": 5, "markov_rank": 4, "mask_token_id": 7,
+    },
+}  # fmt: skip
 
-    def make(**variants) -> Eagle3Head:
+
+@pytest.fixture
+def make_draft(tiny_target, tiny_draft):
+    """Builds a random head of the tiny target with any of the variants, and the map of 160 ids (cut) or of all."""
+
+    def make(kind: str, cut: bool = True, **variants) -> DraftCheckpoint:
         torch.manual_seed(9)
-        config = Eagle3Config.from_dict({**tiny_draft.head.config.to_dict(), **variants})
-        head = Eagle3Head(config).eval().requires_grad_(False)
+        head_type, size = head_class(kind), tiny_target.vocab_size
+        kept = tiny_draft.token_map if cut and kind != "eagle2" else TokenMap.identity(size)
+        own = {**KINDS[kind]} if kind == "eagle2" else {**KINDS[kind], "draft_vocab_size": kept.size}
+        config = head_type.config_class.from_target_config(tiny_target.config, vocab_size=size, **own)
+        head = head_type(replace(config, **variants)).eval().requires_grad_(False)
         for name, value in head.named_parameters():
             if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a norm that is left out
                 value.copy_(torch.rand_like(value) + 0.5)
-        return head
+        return DraftCheckpoint(head, kept)
 
     return make
+
+
+@pytest.fixture
+def make_eagle3(make_draft):
+    """Builds a random EAGLE-3 head."""
+    return lambda **variants: make_draft("eagle3", **variants).head
+
+
+def check_same(draft: DraftCheckpoint, directory, target: str | None = None) -> None:
+    """The head that is read from `directory` has the same settings, token map, bits and dtype."""
+    read = open_head(directory, target=target)
+    assert read.head.config == draft.head.config and read.token_map == draft.token_map
+    state = read.head.state_dict()
+    assert state.keys() == draft.head.state_dict().keys()
+    for name, value in draft.head.state_dict().items():
+        assert torch.equal(state[name], value) and state[name].dtype == value.dtype, name
+
+
+def config_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
 
 
 def layer_config(config) -> dict:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
-from toolkit.heads.dspark import DSparkConfig, DSparkHead
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.heads.dspark import DSparkHead
+from toolkit.heads.eagle2 import Eagle2Head
+from toolkit.heads.mtp import MtpHead
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, load_tensors, save_tensors
 
@@ -73,59 +73,37 @@ def test_a_bad_head_is_not_saved(tiny_draft, tmp_path):
     assert not (tmp_path / "ckpt").exists()
 
 
-SHARED = [
-    (Eagle2Config, Eagle2Head, {"num_hidden_layers": 2, "fc_bias": False, "attention_bias": True}),
-    (MtpConfig, MtpHead, {"num_mtp_layers": 3, "embedding_first": False, "target_hidden": "pre_norm"}),
+DSPARK = {"aux_layer_ids": (1, 2, 3), "num_hidden_layers": 2, "block_size": 6, "mask_token_id": 7, "markov_rank": 8}
+ROUND_TRIPS = [
+    (Eagle2Head, {"num_hidden_layers": 2, "fc_bias": False, "attention_bias": True}, 0),
+    (Eagle2Head, {}, 5),
+    (MtpHead, {"num_mtp_layers": 3, "embedding_first": False, "target_hidden": "pre_norm"}, 0),
+    (DSparkHead, {**DSPARK, "confidence_with_markov": False}, 5),
+    (DSparkHead, {**DSPARK, "own_output": False}, 0),
+    (DSparkHead, {**DSPARK, "sample_from_anchor": False, "markov_rank": 0, "confidence_with_markov": False}, 5),
 ]
 
 
-def _saved_shared(tiny_target, directory, config_class, head_class, own):
-    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
+@pytest.mark.parametrize(("head_class", "own", "first"), ROUND_TRIPS)
+def test_heads_round_trip(tiny_target, tmp_path, head_class, own, first):
+    """The directory alone must say which head it holds, every choice of its arithmetic and the ids that it drafts,
+    bitwise. A mask's embedding, which is the target's, is not written. first: the first id of its map."""
+    size = tiny_target.vocab_size
+    kept = TokenMap.from_ids(range(first, size), size)
+    own = {**own, "draft_vocab_size": kept.size} if head_class is DSparkHead else own
+    config = head_class.config_class.from_target_config(tiny_target.config, vocab_size=size, **own)
     head = head_class(config)
-    return head, save_draft(directory, head.state_dict(), config, None, {"target": {"name": "tiny"}})
-
-
-@pytest.mark.parametrize(("config_class", "head_class", "own"), SHARED)
-def test_heads_that_share_the_output_matrix_round_trip(tiny_target, tmp_path, config_class, head_class, own):
-    """The directory alone must say which head it holds and every choice of its arithmetic, bitwise."""
-    head, directory = _saved_shared(tiny_target, tmp_path / "ckpt", config_class, head_class, own)
-    loaded = load_draft(directory)
-    assert type(loaded.head) is head_class and loaded.head.config == head.config
-    assert loaded.kind == loaded.meta["head"] and loaded.meta["features"].startswith("the target's last hidden state")
-    assert loaded.token_map == TokenMap.identity(tiny_target.vocab_size)
-    assert loaded.head.state_dict().keys() == head.state_dict().keys()
-    for name, value in head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], value), name
+    loaded = load_draft(save_draft(tmp_path / "ckpt", head.state_dict(), config, kept, {}))
+    assert type(loaded.head) is head_class and loaded.head.config == config and loaded.token_map == kept
+    assert loaded.kind == loaded.meta["head"] and loaded.head.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(loaded.head.state_dict()[name], value) for name, value in head.state_dict().items())
     check_draft_matches(loaded, tiny_target)
-    object.__setattr__(loaded.head.config, "hidden_size", 7)
+    object.__setattr__(loaded.head.config, next(iter(config.target_sizes)), 7)
     with pytest.raises(DraftDirError, match="hidden_size 7"):
         check_draft_matches(loaded, tiny_target)
 
 
-@pytest.mark.parametrize("own", [{}, {"own_output": False}, {"sample_from_anchor": False, "markov_rank": 0}], ids=str)
-def test_dspark_heads_round_trip(tiny_target, tmp_path, own):
-    """The mask's embedding, which is the target's, is not written."""
-    own = {"markov_rank": 8, "confidence_with_markov": False, **own}
-    kept = TokenMap.from_ids(range(0 if "own_output" in own else 5, tiny_target.vocab_size), tiny_target.vocab_size)
-    config = DSparkConfig.from_target_config(
-        tiny_target.config, vocab_size=tiny_target.vocab_size, target_hidden_size=tiny_target.hidden_size,
-        draft_vocab_size=kept.size, aux_layer_ids=(1, 2, 3), num_hidden_layers=2, block_size=6, mask_token_id=7, **own,
-    )  # fmt: skip
-    head = DSparkHead(config)
-    loaded = load_draft(save_draft(tmp_path / "ckpt", head.state_dict(), config, kept, {}))
-    assert loaded.kind == "dspark" and loaded.head.config == config and loaded.token_map == kept
-    assert "mask" not in head.state_dict() and ("lm_head.weight" in head.state_dict()) == config.own_output
-    assert all(torch.equal(loaded.head.state_dict()[name], value) for name, value in head.state_dict().items())
-    check_draft_matches(loaded, tiny_target)
-
-
-def test_a_head_that_shares_the_output_matrix_keeps_its_token_map(tiny_target, tmp_path):
-    """It drafts the ids that it was trained on; a map that is not whole is named."""
-    config_class, head_class, own = SHARED[0]
-    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
-    kept = TokenMap.from_ids(range(5, 90), tiny_target.vocab_size)
-    directory = save_draft(tmp_path / "ckpt", head_class(config).state_dict(), config, kept, {})
-    assert load_draft(directory).token_map == kept
-    _rewrite(directory, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
+def test_a_map_that_is_not_one_is_named(saved):
+    _rewrite(saved, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
     with pytest.raises(WeightsError, match="do not describe the same token map"):
-        load_draft(directory)
+        load_draft(saved)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
+from tests.checkpoint.conftest import check_same, config_of
 from toolkit.checkpoint import eagle3_format, export_head
 from toolkit.checkpoint import open_head as formats
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
@@ -16,7 +17,6 @@ from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import ExportError
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_tensors
 
@@ -24,55 +24,40 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 CHAIN = Shape(3, 1, 4)
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+SHARED = {"own_output": False, "cut": False}
+NO_CONFIDENCE = {"confidence": False, "confidence_with_markov": False}
+DFLASH = {**NO_CONFIDENCE, "markov_rank": 0, "sample_from_anchor": False}
 ROUND_TRIPS = [
-    ("eagle", {}, torch.bfloat16),
-    ("sglang", EAGLE31 | {"rope_parameters": LINEAR}, torch.bfloat16),
-    ("vllm", {"norm_before_residual": True, "norm_before_fc": True}, torch.float32),
-    ("vllm", {"num_hidden_layers": 3, "sliding_window": 96}, torch.bfloat16),
-    ("speculators", EAGLE31, torch.bfloat16),
-    ("speculators", {"qk_norm": True, "sliding_window": 96, "num_hidden_layers": 2}, torch.float32),
-    ("gguf", {"norm_before_residual": True, "norm_before_fc": True, "rope_parameters": LINEAR}, torch.bfloat16),
-    ("toolkit", EAGLE31 | {"qk_norm": True, "num_hidden_layers": 2, "sliding_window": 96}, torch.bfloat16),
-    ("toolkit", {"fc_bias": True, "attention_bias": True}, torch.float32),
+    ("eagle3", "eagle", {}),
+    ("eagle3", "sglang", EAGLE31 | {"rope_parameters": LINEAR}),
+    ("eagle3", "vllm", {"norm_before_residual": True, "norm_before_fc": True}),
+    ("eagle3", "vllm", {"num_hidden_layers": 3, "sliding_window": 96}),
+    ("eagle3", "speculators", EAGLE31),
+    ("eagle3", "speculators", {"qk_norm": True, "sliding_window": 96, "num_hidden_layers": 2}),
+    ("eagle3", "gguf", {"norm_before_residual": True, "norm_before_fc": True, "rope_parameters": LINEAR}),
+    ("eagle3", "toolkit", EAGLE31 | {"qk_norm": True, "num_hidden_layers": 2, "sliding_window": 96}),
+    ("eagle3", "toolkit", {"fc_bias": True, "attention_bias": True}),
+    ("eagle2", "sglang", {}),
+    ("eagle2", "eagle", {"attention_bias": True}),
+    ("eagle2", "vllm", {"fc_bias": False, "sliding_window": 96, "num_hidden_layers": 2}),
+    ("dspark", "vllm", {}),
+    ("dspark", "vllm", {**SHARED, "rope_parameters": LINEAR}),
+    ("dspark", "speculators", DFLASH),
+    ("dspark", "speculators", {**SHARED, **NO_CONFIDENCE, "sample_from_anchor": False}),
+    ("dspark", "sglang", SHARED),
+    ("dspark", "sglang", {**SHARED, **DFLASH}),
+    ("dspark", "vllm", {**DFLASH, "causal": True}),
+    ("dspark", "toolkit", {"causal": True}),
 ]
 
 
-def config_of(directory) -> dict:
-    return json.loads((directory / "config.json").read_text())
-
-
-def check_same(head, directory, target) -> None:
-    read = open_head(directory, target=target)
-    assert read.head.config == head.config
-    for name, value in head.state_dict().items():
-        assert torch.equal(read.head.state_dict()[name], value) and read.head.state_dict()[name].dtype == value.dtype
-
-
-@pytest.mark.parametrize(("to", "variants", "dtype"), ROUND_TRIPS)
-def test_round_trip(make_eagle3, tiny_draft, tiny_facts, tmp_path, to, variants, dtype):
+@pytest.mark.parametrize(("kind", "to", "variants"), ROUND_TRIPS)
+def test_round_trip(make_draft, tiny_facts, tmp_path, kind, to, variants):
     """ours -> theirs -> ours: the same bits, token map and settings; a shifted aux id would show in the config."""
-    head = make_eagle3(**variants).to(dtype)
-    draft = DraftCheckpoint(head, tiny_draft.token_map)
+    draft = make_draft(kind, **variants)
+    draft.head.to(torch.bfloat16)
     export(draft, to, tmp_path / "out", tiny_facts, CHAIN)
-    check_same(head, tmp_path / "out", str(tiny_facts.source))
-    assert open_head(tmp_path / "out", target=tiny_facts.source).token_map == tiny_draft.token_map
-
-
-@pytest.mark.parametrize(
-    ("to", "own"),
-    [
-        ("sglang", {}),
-        ("eagle", {"attention_bias": True}),
-        ("vllm", {"fc_bias": False, "sliding_window": 96, "num_hidden_layers": 2}),
-    ],
-)
-def test_round_trip_of_eagle2(tiny_target, tiny_facts, tmp_path, to, own):
-    torch.manual_seed(3)
-    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
-    head = Eagle2Head(config).requires_grad_(False)
-    draft = DraftCheckpoint(head, TokenMap.identity(config.vocab_size))
-    export(draft, to, tmp_path / "out", tiny_facts, CHAIN)
-    check_same(head, tmp_path / "out", tiny_facts.source)
+    check_same(draft, tmp_path / "out", tiny_facts.source)
 
 
 class TestWhatLoadersRead:
@@ -125,14 +110,14 @@ class TestWhatLoadersRead:
         draft = DraftCheckpoint(head, TokenMap.identity(tiny_target.vocab_size))
         export(draft, "vllm", tmp_path / "o", tiny_facts, CHAIN)
         assert not {"d2t", "t2d"} & load_tensors(tmp_path / "o" / "model.safetensors").keys()
-        check_same(head, tmp_path / "o", tiny_facts.source)
+        check_same(draft, tmp_path / "o", tiny_facts.source)
 
 
 REFUSED = [
     ("sglang", {"norm_before_residual": True}, "norm_before_residual"),
     ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers 2"),
-    ("sglang", {"aux_layer_ids": [0, 3, 5]}, "only ids from 1 to 6"),
-    ("gguf", {"aux_layer_ids": [2, 3]}, "reads three, each below 7"),
+    ("sglang", {"aux_layer_ids": (0, 3, 5)}, "only ids from 1 to 6"),
+    ("gguf", {"aux_layer_ids": (2, 3)}, "reads three, each below 7"),
 ]
 
 

@@ -12,12 +12,10 @@ from toolkit.checkpoint import gguf_head
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.gguf_head import vocabulary_of
-from toolkit.checkpoint.inspect_path import inspect_path
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
-from toolkit.cli import main
 from toolkit.targets.facts import target_facts
-from toolkit.weights import WeightsError, load_tensors
+from toolkit.weights import WeightsError
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -85,21 +83,6 @@ def test_file_and_folder_are_drafts(written, make_eagle3, tiny_facts, dtype, set
         assert read.head.config == make_eagle3(**settings).config
         assert all(torch.equal(value, state[key]) for key, value in read.head.state_dict().items())
         assert {value.dtype for value in read.head.state_dict().values()} == {dtype}
-
-
-def test_inspect_and_back_to_our_directory(written, tiny_draft_directory, tiny_facts, tmp_path, capsys):
-    """From a draft directory to a GGUF file and back by the commands alone: the same tensors."""
-    out, back = tmp_path / "gguf", tmp_path / "back"
-    assert main(["export", "--draft", str(tiny_draft_directory), "--to", "gguf", "--out", str(out)]) == 0
-    assert f"-md {out}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max 3" in capsys.readouterr().out
-    target = ["--target", tiny_facts.source]
-    assert main(["inspect", str(out / "model.gguf"), *target]) == 0
-    said = capsys.readouterr().out
-    assert "in the form of llama.cpp" in said and "files             model.gguf" in said and "nothing looks" in said
-    assert main(["export", "--draft", str(out / "model.gguf"), "--to", "toolkit", "--out", str(back), *target]) == 0
-    ours, theirs = (load_tensors(folder / "model.safetensors") for folder in (tiny_draft_directory, back))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert inspect_path(str(out), tiny_facts.source).usable
 
 
 def test_a_file_of_llama_cpps_converter(written, monkeypatch, tiny_facts, make_eagle3):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import build_target
-from toolkit.checkpoint import files
 from toolkit.checkpoint.inspect_path import inspect_head, inspect_path, inspect_target
-from toolkit.errors import DraftDirError
 from toolkit.weights import write_json
 
 
@@ -36,7 +34,7 @@ def edited(**changes):
     ("change", "says", "usable"),
     [
         (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)", True),
-        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers", False),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "a target of 7 layers needs", False),
         (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight", False),
         (
             lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")),
@@ -77,46 +75,3 @@ def test_a_target_of_two_layers_is_no_head(tmp_path):
     target.model.save_pretrained(tmp_path)
     target.tokenizer.save_pretrained(tmp_path)
     assert inspect_path(str(tmp_path)).title.endswith("target, LlamaForCausalLM")
-
-
-class Hub:
-    """Stands in for the hub: one repository, and what was asked of it."""
-
-    def __init__(self, directory):
-        self.directory, self.asked = directory, []
-
-    def file(self, name, path, revision=None):
-        self.asked.append((name, path, revision))
-        return str(self.directory / path)
-
-    def snapshot(self, name, revision=None, allow_patterns=None):
-        self.asked.append((name, tuple(allow_patterns), revision))
-        return str(self.directory)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    def serve(directory):
-        stand_in = Hub(directory)
-        monkeypatch.setattr(files, "hf_hub_download", stand_in.file)
-        monkeypatch.setattr(files, "snapshot_download", stand_in.snapshot)
-        return stand_in
-
-    return serve
-
-
-def test_hub_ids_with_a_revision(make_eagle3, publish, hub):
-    """The revision must reach the hub, and code must not be fetched."""
-    directory = publish("specforge", make_eagle3())
-    stand_in = hub(directory)
-    assert files.locate("org/head@v1.0") == directory
-    assert stand_in.asked == [("org/head", "config.json", "v1.0"), ("org/head", tuple(files.WANTED), "v1.0")]
-    assert not any("py" in pattern for pattern in files.WANTED)
-
-
-def test_a_whole_model_is_not_fetched_as_a_head(tiny_target_directory, hub):
-    """Its config is enough to say so; its weights may be a terabyte."""
-    stand_in = hub(tiny_target_directory)
-    with pytest.raises(DraftDirError, match="use it as `target`"):
-        files.locate("org/model")
-    assert len(stand_in.asked) == 1 and files.target_named("org/model@v2") == ("org/model", "v2")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
+from tests.checkpoint.conftest import check_same
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import DraftDirError
-from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
@@ -38,13 +36,6 @@ def lines(draft, key: str) -> list:
     return [one for one in draft.resolutions if one.key == key]
 
 
-def check_same(head, draft) -> None:
-    assert draft.head.state_dict().keys() == head.state_dict().keys()
-    for name, value in head.state_dict().items():
-        assert torch.equal(draft.head.state_dict()[name], value), name
-    assert draft.head.config == head.config
-
-
 def check_serves(directory, target, **opened_with) -> None:
     """Drafts with it, and writes what plain decoding writes."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -58,33 +49,27 @@ def check_serves(directory, target, **opened_with) -> None:
 
 
 @pytest.mark.parametrize(("project", "variants"), PUBLISHED)
-def test_published_eagle3(make_eagle3, publish, tiny_draft, target, project, variants):
+def test_published_eagle3(make_draft, publish, target, project, variants):
     """A name that is mapped wrongly, a norm that is left out or an aux id that is off by one breaks this."""
-    head = make_eagle3(**variants)
-    directory = publish(project, head)
-    draft = open_head(directory, target=target)
-    check_same(head, draft)
-    assert draft.token_map == tiny_draft.token_map and draft.kind == "eagle3"
+    draft = make_draft("eagle3", **variants)
+    directory = publish(project, draft.head)
+    check_same(draft, directory, target)
     check_serves(directory, target)
 
 
-def test_published_eagle1(tiny_target, publish, target):
+def test_published_eagle1(make_draft, tiny_target, publish, target):
     """EAGLE-1/2: the last layer's feature, no lm_head; a trained bias of fc must not be lost."""
-    torch.manual_seed(3)
-    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, fc_bias=True)
-    head = Eagle2Head(config).eval().requires_grad_(False)
+    draft = make_draft("eagle2")
     embedding = tiny_target.embed_tokens.weight.detach().clone()
-    directory = publish("eagle1", head, lambda _, tensors: tensors.update({"embed_tokens.weight": embedding}))
-    draft = open_head(directory, target=target)
-    check_same(head, draft)
-    assert draft.kind == "eagle2"
+    directory = publish("eagle1", draft.head, lambda _, tensors: tensors.update({"embed_tokens.weight": embedding}))
+    check_same(draft, directory, target)
     check_serves(directory, target)
 
 
-def test_sharded_and_single_pickles(make_eagle3, publish, target):
+def test_shards(make_draft, publish, target):
     """Large heads come in shards with an index; a shard that is not read would be missing tensors."""
-    head = make_eagle3()
-    directory = publish("specforge", head)
+    draft = make_draft("eagle3")
+    directory = publish("specforge", draft.head)
     tensors = load_tensors(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names, shards = sorted(tensors), ("model-1.safetensors", "model-2.safetensors")
@@ -92,7 +77,7 @@ def test_sharded_and_single_pickles(make_eagle3, publish, target):
     for shard in shards:
         save_tensors(directory / shard, {name: tensors[name] for name in names if index[name] == shard})
     write_json(directory / "model.safetensors.index.json", {"weight_map": index})
-    check_same(head, open_head(directory, target=target))
+    check_same(draft, directory, target)
 
 
 class TestResolutions:
@@ -214,13 +199,6 @@ def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, t
     own = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": torch.randn_like(close)}), "own")
     with pytest.raises(DraftDirError, match="embedding that differs from the target's"):
         load_engine(EngineConfig(draft=own, target=target))
-
-
-def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    directory = publish("specforge", make_eagle3(), broken(rope_theta=500000.0))
-    check_serves(directory, target)
-    assert "rope_theta 500000.0 (the target's 10000.0)" in caplog.text
 
 
 def test_ids_and_output_rows_in_another_order_are_sorted_together(make_eagle3, publish, target, tiny_draft):

@@ -106,9 +106,10 @@ def test_an_import_from_a_hub_says_which_commits(hub, tiny_draft_directory, tiny
     hub.repositories.update({"org/target": target, "org/head": head})
     old = target.commit(files_of(Path(tiny_target_directory)))
     new = target.commit({"notes.txt": b"moved on"})
-    head.commit({"notes.txt": b"empty"})
+    head.commit({"notes.txt": b"empty", "modeling.py": b"raise SystemExit"})
     of_head = head.commit({**files_of(tmp_path / "o"), "README.md": b"---\nbase_model: org/target\n---\n"})
     meta = open_head("org/head").meta
+    assert not any("modeling.py" in path for _, path in hub.asked), "code is never run, so never fetched"
     assert meta["source"] == {"name": "org/head", "revision": of_head}
     assert meta["target"] == {"name": "org/target", "revision": new}
     assert main(["inspect", "org/head", "--target", f"org/target@{old}"]) == 0
@@ -116,3 +117,12 @@ def test_an_import_from_a_hub_says_which_commits(hub, tiny_draft_directory, tiny
     assert main([*typed, "--target", f"org/target@{old}"]) == 0
     stored = json.loads((tmp_path / "own" / "config.json").read_text())["toolkit"]
     assert stored["source"]["revision"] == of_head and stored["target"] == {"name": "org/target", "revision": old}
+
+
+def test_a_whole_model_is_not_fetched_as_a_head(hub, tiny_target_directory):
+    """Its config is enough to say so; its weights may be a terabyte."""
+    hub.repositories["org/model"] = local_hub.Repository()
+    hub.repositories["org/model"].commit(files_of(Path(tiny_target_directory)))
+    with pytest.raises(DraftDirError, match="use it as `target`"):
+        open_head("org/model")
+    assert not any("safetensors" in path for _, path in hub.asked)

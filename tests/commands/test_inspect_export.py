@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from toolkit.cli import main
@@ -12,7 +10,7 @@ from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 
 
-@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
+@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "gguf", "toolkit"])
 def test_export_inspect_and_serve_again(tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
     """The whole way: our head -> their format -> the report -> our engine, whose drafts are the same as before."""
     out = tmp_path / "out"
@@ -31,20 +29,3 @@ def drafts(directory, target) -> list:
     done = opened.engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=16, ignore_eos=True))
     opened.engine.close()
     return [(one.output_ids, [event.accepted for event in one.events]) for one in done]
-
-
-def test_a_wrong_shift_is_overruled_on_the_way_in(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
-    """--set reaches the import: the exported directory has the user's layers."""
-    foreign = tmp_path / "foreign"
-    assert main(["export", "--draft", str(tiny_draft_directory), "--to", "vllm", "--out", str(foreign)]) == 0
-    config = json.loads((foreign / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
-    del config["eagle_config"]
-    (foreign / "config.json").write_text(json.dumps(config))
-    inspected = ["inspect", str(foreign), "--target", str(tiny_target_directory)]
-    assert main(inspected) == 0 and "off by one" in capsys.readouterr().out
-    typed = ["export", "--draft", str(foreign), "--to", "toolkit", "--out", str(tmp_path / "own")]
-    typed += ["--target", str(tiny_target_directory), "--set", "aux_layer_ids=2,3,4"]
-    assert main(typed) == 0
-    assert "aux_layer_ids = [2, 3, 4]: given with --set (the files say (1, 2, 3))" in capsys.readouterr().out
-    assert drafts(tmp_path / "own", None) == drafts(tiny_draft_directory, None)

@@ -340,7 +340,6 @@ SHARED_HEADS = {
     "mtp-hidden-first": {
         "embedding_first": False,
         "target_hidden": "pre_norm",
-        "state": "pre_norm",
         "zero_first_embedding": True,
         "num_mtp_layers": 2,
     },

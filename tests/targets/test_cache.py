@@ -9,15 +9,7 @@ import torch
 
 from toolkit.errors import TargetError
 from toolkit.targets import cache
-from toolkit.targets.cache import build_once, cache_root
-
-
-def test_cache_place(monkeypatch, tmp_path):
-    """Machines with a small home folder set TOOLKIT_CACHE; an empty value must not mean the working directory."""
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    assert cache_root() == tmp_path
-    monkeypatch.setenv("TOOLKIT_CACHE", "")
-    assert cache_root() == Path.home() / ".cache" / "toolkit"
+from toolkit.targets.cache import build_once
 
 
 def test_built_once_by_many_at_the_same_time(tmp_path):

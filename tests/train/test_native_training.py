@@ -120,10 +120,6 @@ def test_a_fresh_module_has_the_form_of_its_family(family, targets):
         assert all(torch.equal(copied[name], value) for name, value in last.named_parameters())
 
 
-def test_a_llama_target_trains_llamas_layer(tiny_target):
-    assert planned(tiny_target, HeadSettings(kind="mtp"))[1].config.layer_config is None
-
-
 @pytest.mark.parametrize("kind", ["mtp", "eagle2"])
 def test_a_head_without_an_output_matrix_trains_on_the_token_map_or_on_all_ids(kind, tiny_target):
     """MTP on the map by default, EAGLE-1/2 on all ids; the setting decides."""

@@ -1,7 +1,7 @@
 """The draft directory: a self-describing checkpoint of a draft head. `toolkit serve --draft DIR` needs nothing else.
 
-config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block that says which kind
-                   of head it is (head_kinds.py), what it reads of the target, and where it came from
+config.json        the head's sizes and variants, and a `toolkit` block that says which kind of head it is
+                   (head_kinds.py), what it reads of the target, and where it came from
 model.safetensors  the head's tensors; with d2t (offsets) and t2d (bool) where the head has a token map
 measured.json      what `toolkit bench` measured with it (optional)
 search.json        the fastest settings that `toolkit search` found, and the machine (optional)
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.files import check_types, read_config
+from toolkit.checkpoint.files import read_config
 from toolkit.errors import DraftDirError, TargetError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead, empty_head, head_class
@@ -27,16 +27,6 @@ from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
-
-__all__ = [
-    "DraftCheckpoint",
-    "DraftDirError",
-    "check_draft_fits",
-    "check_draft_matches",
-    "check_draft_sizes",
-    "load_draft",
-    "save_draft",
-]
 
 log = get_logger(__name__)
 
@@ -116,7 +106,8 @@ def save_draft(
     (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
     block = {"format": FORMAT, "head": config.kind, **config.features.to_dict(), **meta}
-    write_json(directory / "config.json", {**_serving_keys(config, head_state), "toolkit": block})
+    values = {name: value for name, value in config.to_dict().items() if name != "aux_layer_ids"}
+    write_json(directory / "config.json", {**values, "toolkit": block})
     return directory
 
 
@@ -129,21 +120,6 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
         stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
         for name, tensor in tensors.items()
     )
-
-
-def _serving_keys(config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
-    values = {name: value for name, value in config.stored_values().items() if name != "aux_layer_ids"}
-    return {
-        **values,
-        **config.serving_keys(),
-        **config.window_keys(),
-        "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": str(dtype_of(head_state)).removeprefix("torch."),
-    }
 
 
 def dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -182,7 +158,6 @@ def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
             "`toolkit export --draft DIR --to toolkit --out NEW` converts heads of other projects"
         )
-    check_types(stored, directory)
     block = stored["toolkit"]
     if block.get("format") != FORMAT or block.get("head") not in HEAD_KINDS:
         raise DraftDirError(
@@ -217,25 +192,39 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
     return token_map
 
 
-def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
-    """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
-    check_draft_sizes(draft, target)
-    if draft.own_embedding is not None:
-        problem = embedding_problem(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
-        if problem:
-            raise DraftDirError(f"the head {draft.path or ''} has {problem}; use it with its own target")
-        # Checked once; it is as large as the target's.
-        draft.own_embedding = None
+def misfits(draft: DraftCheckpoint, target: Target | TargetFacts) -> tuple[list[str], list[str]]:
+    """Why the head cannot work on `target`: by its sizes, its layers or its embedding; and what may cost accept_length.
+
+    Of a target that is not loaded only the embedding is read."""
+    refused, warned = size_problems(draft, target), []
+    if draft.own_embedding is not None and not refused:
+        try:
+            if isinstance(target, Target):
+                theirs = target.embed_tokens.weight.detach().cpu()
+            else:
+                theirs = target_embedding(target)
+            problem = embedding_problem(draft.own_embedding, theirs)
+            refused += [f"it has {problem}"] if problem else []
+        except TargetError as error:
+            warned.append(f"its embedding could not be compared with the target's: {error}")
+    warned += [
+        rope_difference(draft.head.config, full_attention_rope(target.config)) or "",
+        *_other_target(draft, target),
+    ]
+    return refused, [one for one in warned if one]
 
 
-def check_draft_sizes(draft: DraftCheckpoint, target: Target | TargetFacts) -> None:
-    """The part of `check_draft_fits` that needs no weights of the target. Raises `DraftDirError`."""
-    wrong = size_problems(draft, target)
-    if wrong:
+def check_draft_fits(draft: DraftCheckpoint, target: Target | TargetFacts) -> list[str]:
+    """Raise `DraftDirError` if the head cannot work on `target`. Returns what may cost accept_length."""
+    refused, warned = misfits(draft, target)
+    if refused:
         raise DraftDirError(
-            f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
+            f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(refused)}. "
             "Use it with the target it was trained for"
         )
+    if isinstance(target, Target):
+        draft.own_embedding = None  # checked once; it is as large as the target's
+    return warned
 
 
 def size_problems(draft: DraftCheckpoint, target: Target | TargetFacts) -> list[str]:
@@ -257,51 +246,33 @@ def size_problems(draft: DraftCheckpoint, target: Target | TargetFacts) -> list[
 
 
 def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
-    """Raise `DraftDirError` if the head cannot work on `target`; warn when it was trained on another one."""
-    check_draft_fits(draft, target)
-    differs = rope_difference(draft.head.config, full_attention_rope(target.config))
-    if differs:
-        log.warning("%s", differs)
-    trained_for = draft.meta.get("target", {})
-    if trained_for.get("fingerprint") not in (None, target.fingerprint):
-        log.warning(
-            "the head was trained for %s, not %s: output stays exact, but accept_length may fall",
-            trained_for.get("name") or "another target",
-            target.name,
-        )
-    if trained_for.get("template_sha256") not in (None, target.template_sha256):
-        log.warning("the target's chat template is not the one the head was trained with: accept_length may fall")
+    """Raise `DraftDirError` if the head cannot work on `target`; warn of what may cost accept_length."""
+    for warning in check_draft_fits(draft, target):
+        log.warning("%s", warning)
 
 
 def problems(draft: DraftCheckpoint, facts: TargetFacts | None) -> tuple[list[str], list[str]]:
-    """Why a head cannot be used, with this target if there is one, and what may cost accept_length; of the target's
-    weights only the embedding is read."""
+    """Why a head cannot be used, with this target if there is one, and what may cost accept_length."""
     bad = [name for name, value in draft.head.state_dict().items() if not torch.isfinite(value).all()]
-    refused = [f"{', '.join(bad)} hold values that are not finite: its training diverged, or it is damaged"] * bool(bad)
-    if facts is None:
-        return refused, []
-    warned = [rope_difference(draft.head.config, full_attention_rope(facts.config)), other_target(draft, facts)]
-    refused += size_problems(draft, facts)
-    if draft.own_embedding is not None and not refused:
-        try:
-            problem = embedding_problem(draft.own_embedding, target_embedding(facts))
-            refused += [f"it has {problem}"] if problem else []
-        except TargetError as error:
-            warned.append(f"its embedding could not be compared with the target's: {error}")
-    return refused, [one for one in warned if one is not None]
+    broken = [f"{', '.join(bad)} hold values that are not finite: its training diverged, or it is damaged"] * bool(bad)
+    refused, warned = ([], []) if facts is None else misfits(draft, facts)
+    return broken + refused, warned
 
 
-def other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
-    """A warning when the head names another target than `facts`, by name or revision; None when it does not."""
+def _other_target(draft: DraftCheckpoint, target: Target | TargetFacts) -> list[str]:
+    """Warnings when the head names another target, or revision or chat template of it."""
     stated = draft.meta.get("target") or {}
-    if not stated.get("name"):
-        return None
-    names, revisions = (full_name(stated["name"]), facts.name), (stated.get("revision"), facts.revision)
-    if names[0] != names[1]:
-        return f"the head names {stated['name']} as its target, but the target given is {facts.name}: are they equal?"
-    if None not in revisions and revisions[0] != revisions[1]:
-        return f"the head names {names[0]}@{revisions[0]} as its target, but the revision given is {revisions[1]}"
-    return None
+    named, revision = stated.get("name"), stated.get("revision")
+    found = []
+    if named and full_name(named) != target.name:
+        found.append(f"the head names {named} as its target, but the target given is {target.name}: are they equal?")
+    elif named and None not in (revision, target.revision) and revision != target.revision:
+        found.append(f"the head names {named}@{revision} as its target, but the revision given is {target.revision}")
+    elif isinstance(target, Target) and stated.get("fingerprint") not in (None, target.fingerprint):
+        found.append(f"the head was trained for another configuration of {target.name}: accept_length may fall")
+    if isinstance(target, Target) and stated.get("template_sha256") not in (None, target.template_sha256):
+        found.append("the target's chat template is not the one the head was trained with: accept_length may fall")
+    return found
 
 
 def rope_difference(config: HeadConfig, target_rope: Mapping[str, Any]) -> str | None:

@@ -13,38 +13,15 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.checkpoint.files import plain_name
-from toolkit.checkpoint.formats import (
-    TARGETS_OWN,
-    Builder,
-    Exported,
-    Resolver,
-    Tensors,
-    check_aux_layers,
-    count_layers,
-    layer_keys,
-    layer_settings,
-    map_tensors,
-    note_unread,
-    read_token_map,
-    refuse_unless,
-    renamed,
-    speculators_keys,
-    target_width,
-)
+from toolkit.checkpoint.formats import Exported, Format, Reading, Resolver, Tensors, speculators_keys
 from toolkit.checkpoint.launch_lines import is_dflash
 from toolkit.errors import DraftDirError, ExportError, TargetError
 from toolkit.heads.dspark import DSparkConfig
 from toolkit.targets.facts import TargetFacts, target_embedding, target_output
-from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError
 
 MATRIX, MASK = "lm_head.weight", "mask_embedding"
 W1, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
-NESTED = ("dflash_config", "dspark_config")  # whose keys may as well stand at the top
-# Where the ids of the target's layers stand, and what is added to reach ours.
-LAYER_KEYS = {"aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 # Settings of the Markov bias and the confidence -> our fields.
 BIAS_KEYS = {
     "markov_rank": "markov_rank",
@@ -53,100 +30,37 @@ BIAS_KEYS = {
 }
 # Whether blocks are causal: as JetSpec, vLLM and NeMo AutoModel, and ASpec write it.
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
-# Settings with the one value that the head computes; the first is written, of a head with a bias.
-FIXED: dict[str, Any] = {
-    "markov_head_type": "vanilla",
-    **dict.fromkeys(("attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False),
-    **dict.fromkeys(("use_gemma_norm", "add_swa_attention_sink_bias", "gating", "shift_label"), False),
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0),
-    **dict.fromkeys(("output_multiplier", "logit_scale", "attention_value_scale"), 1.0),
-    **dict.fromkeys(("rope_is_neox_style", "is_neox_style", "use_aux_hidden_state"), True),
-    **dict.fromkeys(("projector_type", "quantization_config"), None),
-    "final_logit_softcapping": 0,
-}
-OWN_KEYS = {*LAYER_KEYS, *BIAS_KEYS, *CAUSAL_KEYS, *FIXED, *NESTED} | {
-    "block_size", "mask_token_id", "mask_token", "num_target_layers", "sample_from_anchor", "dspark_bonus_anchor",
-    "swa_window_size", "sliding_window_non_causal", "has_embed_tokens", "has_lm_head",
-}  # fmt: skip
-FAMILIES = ("qwen3", "llama")  # some writers leave the target's here; the norms of queries and keys decide
+BIAS_TYPE = {"markov_head_type": "vanilla"}
+LAYERS_OF = ("qwen3", "llama")  # some writers leave the target's here; the norms of queries and keys decide
 # Families whose embeddings transformers scales inside the embedding, and vLLM after it.
 SCALED = ("gemma3", "gemma4")
 
 # -- read --------------------------------------------------------------------------------------------------------------
 
 
-def import_dspark(
-    config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver, facts: TargetFacts | None
-) -> tuple[DSparkConfig, Tensors, TokenMap, torch.Tensor | None]:
-    """Config, the head's tensors, token map, and the embedding that came with the checkpoint (None without one).
-
-    Raises `DraftDirError`, `WeightsError`, `TokenMapError`.
-    """
-    said = _flat(config)
-    speculators = "transformer_layer_config" in config
-    layer = {**config["transformer_layer_config"]} if speculators else said
-    tensors, embedding = renamed(stored, _our_name, TARGETS_OWN, resolver)
-    _refuse_others({**said, **layer})
-    shapes = layer_settings(layer, tensors, "layers.0.", resolver)
-    width = target_width(said, shapes)
-    variants = _block(said, W1 in tensors, speculators, resolver) | _bias(
-        said, tensors, shapes["hidden_size"], resolver
-    )
-    variants["causal"] = _causal({**layer, **said}, resolver)
+def _variants(reading: Reading) -> dict[str, Any]:
+    said, layer, resolver = reading.said, reading.layer, reading.resolver
+    if layer.get("model_type") not in (None, *LAYERS_OF):
+        raise DraftDirError(f"config.json: model_type is {layer['model_type']!r}; layers of Qwen3's form are needed")
     mask = said.get("mask_token_id")
     if mask is None and not resolver.overridden("mask_token_id"):
         raise DraftDirError(
             "config.json states no mask_token_id, whose embedding the masks are; give it with --set mask_token_id=ID"
         )
     mask = resolver.settle("mask_token_id", mask or 0, "as stated")
-    _check_mask(tensors.pop(MASK, None), mask, embedding, facts)
-    own_output = MATRIX in tensors
+    _check_mask(reading.tensors.pop(MASK, None), mask, reading.embedding, reading.facts)
+    own_output = MATRIX in reading.tensors
     if not own_output:
         resolver.note(MATRIX, "the target's", "absent: the target's output matrix scores the tokens")
-    token_map = read_token_map(said, shapes["vocab_size"], tensors, resolver)
-    ids = _layer_ids(said, resolver)
-    check_aux_layers(ids, facts)
-    layers = count_layers(tensors, layer.get("num_hidden_layers"))
-    note_unread({**layer, **said}, OWN_KEYS, resolver)
-    own = DSparkConfig(
-        **shapes, target_hidden_size=width, draft_vocab_size=token_map.size, aux_layer_ids=ids,
-        num_hidden_layers=layers, mask_token_id=mask, own_output=own_output, **variants,
-    )  # fmt: skip
-    return own, tensors, token_map, embedding
+    found = {"mask_token_id": mask, "own_output": own_output, "causal": _causal({**layer, **said}, resolver)}
+    return found | _block(reading) | _bias(reading)
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with the nested ones. Raises `DraftDirError` where two differ."""
-    flat = {key: value for key, value in config.items() if key not in NESTED}
-    for place in NESTED:
-        for key, value in (config.get(place) or {}).items():
-            if flat.get(key) is not None and value is not None and flat[key] != value:
-                raise DraftDirError(f"config.json: {key} is {flat[key]}, and in {place} {value}; leave one out")
-            flat[key] = value if flat.get(key) is None else flat[key]
-    return flat
-
-
-def _our_name(name: str) -> str:
-    return plain_name(name).replace("draft_id_to_target_id", "d2t")
-
-
-def _refuse_others(config: Mapping[str, Any]) -> None:
-    """Raises `DraftDirError` for settings that a DSpark head has no place for."""
-    if config.get("model_type") not in (None, *FAMILIES):
-        raise DraftDirError(f"config.json: model_type is {config['model_type']!r}; layers of Qwen3's form are needed")
-    kinds = config.get("layer_types") or ()
-    if "sliding_attention" in kinds or (
-        config.get("use_sliding_window") and config.get("sliding_window") and not kinds
-    ):
-        raise DraftDirError("config.json: its layers have a sliding window; a block here sees all its context")
-    for key, value in FIXED.items():
-        refuse_unless(config, key, value)
-
-
-def _block(said: Mapping[str, Any], biased: bool, speculators: bool, resolver: Resolver) -> dict[str, Any]:
+def _block(reading: Reading) -> dict[str, Any]:
     """The size of the block, and whether its first place drafts."""
+    said, resolver, speculators = reading.said, reading.resolver, reading.speculators
     words = (said.get("speculators_model_type") or "") + " ".join(said.get("architectures") or ())
-    dspark = "dspark" in words.lower() or biased
+    dspark = "dspark" in words.lower() or W1 in reading.tensors
     anchor = said.get("sample_from_anchor")
     if anchor is None:
         doubt = dspark and speculators
@@ -176,8 +90,9 @@ def _causal(said: Mapping[str, Any], resolver: Resolver) -> bool:
     return resolver.settle("causal", value, f"as {key} states" if key else "not stated: places see their whole block")
 
 
-def _bias(said: Mapping[str, Any], tensors: Tensors, width: int, resolver: Resolver) -> dict[str, Any]:
+def _bias(reading: Reading) -> dict[str, Any]:
     """The Markov bias and the confidence, by their tensors. Raises `WeightsError` where the config states others."""
+    said, tensors, width = reading.said, reading.tensors, reading.shapes["hidden_size"]
     rank = tensors[W1].shape[-1] if W1 in tensors else 0
     columns = tensors[CONFIDENCE].shape[-1] if CONFIDENCE in tensors else 0
     with_markov = bool(rank) and columns == width + rank
@@ -187,7 +102,7 @@ def _bias(said: Mapping[str, Any], tensors: Tensors, width: int, resolver: Resol
         if given and said.get(key) not in (None, value):
             raise WeightsError(f"config.json: {key} is {said[key]}, but by the tensors {value}")
     if not columns and said.get("enable_confidence_head"):
-        resolver.note("confidence", False, "the config has it, the weights have not", warning=True)
+        reading.resolver.note("confidence", False, "the config has it, the weights have not", warning=True)
     return {"markov_rank": rank, "confidence": columns > 0, "confidence_with_markov": with_markov}
 
 
@@ -204,18 +119,6 @@ def _check_mask(own: torch.Tensor | None, mask: int, embedding: torch.Tensor | N
             f"it has a {MASK} of its own, which is not the embedding of token {mask} as far as can be seen here; masks "
             "that are the target's embedding of a token are needed"
         )
-
-
-def _layer_ids(said: Mapping[str, Any], resolver: Resolver) -> tuple[int, ...]:
-    """As indices into HF hidden_states, our convention (id k = input of layer k)."""
-    found = {key: tuple(i + by for i in said[key]) for key, by in LAYER_KEYS.items() if said.get(key)}
-    if len(set(found.values())) != 1 and not resolver.overridden("aux_layer_ids"):
-        stated = " and ".join(f"{key} {list(said[key])}" for key in found)
-        what = f"{stated} are different layers" if found else f"no layers of the target ({', '.join(LAYER_KEYS)})"
-        raise DraftDirError(f"config.json states {what}; give them with --set aux_layer_ids=a,b,c (inputs of layers)")
-    key, ids = next(iter(found.items()), ("", ()))
-    rule = "outputs, so plus 1" if LAYER_KEYS.get(key) else "id k is the input of layer k"
-    return tuple(resolver.settle("aux_layer_ids", ids, f"{key} {list(said.get(key) or ())}: {rule}"))
 
 
 # -- write -------------------------------------------------------------------------------------------------------------
@@ -258,78 +161,111 @@ def _check_matrix(state: Tensors, config: DSparkConfig, facts: TargetFacts) -> N
     )
 
 
-def _dspark_for(to: str) -> Builder:
-    def build(draft: DraftCheckpoint, config: DSparkConfig, facts: TargetFacts, _tokens: int) -> Exported:
-        _refuse(config, to, facts)
-        state = draft.head.state_dict()
-        left_out: tuple[str, ...] = ()
-        # Without layer_types a loader could take a window from a default.
-        layer = layer_keys(config, state) | {
-            "model_type": "qwen3",
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "layer_types": ["full_attention"] * config.num_hidden_layers,
-        }
-        own: dict[str, Any] = {key: getattr(config, key) for key in ("draft_vocab_size", "target_hidden_size")}
-        if not is_dflash(config):
-            own |= {"markov_head_type": FIXED["markov_head_type"], "sample_from_anchor": config.sample_from_anchor}
-            own |= {key: getattr(config, name) for key, name in BIAS_KEYS.items()}
-            own["confidence_head_with_markov"] &= config.confidence
-        if not config.confidence:
-            config = replace(config, confidence_with_markov=False)  # nothing says what it would read
-        if to == "speculators":
-            keys, notes = _for_speculators(config, facts, layer, own)
-        else:
-            if to == "sglang" and config.own_output:
-                _check_matrix(state, config, facts)
-                config, left_out = replace(config, own_output=False), (MATRIX,)
-            keys, notes = _for_engines(config, facts, to, layer | own)
-        tensors = {name: value for name, value in state.items() if name not in left_out} | map_tensors(draft)
-        return Exported(keys, tensors, config, notes=notes, left_out=left_out)
-
-    return build
+def _begun(made: Exported, to: str, facts: TargetFacts) -> DSparkConfig:
+    """Add the keys that every engine reads, the layers' own among them; returns the head's configuration."""
+    config = made.config_of_head
+    assert isinstance(config, DSparkConfig)
+    _refuse(config, to, facts)
+    # Without layer_types a loader could take a window from a default.
+    made.config |= {
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+    }
+    if not config.confidence:
+        config = replace(config, confidence_with_markov=False)  # nothing says what it would read
+    made.config_of_head = config
+    return config
 
 
-def _for_engines(
-    config: DSparkConfig, facts: TargetFacts, to: str, keys: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def _own_keys(config: DSparkConfig) -> dict[str, Any]:
+    own: dict[str, Any] = {key: getattr(config, key) for key in ("draft_vocab_size", "target_hidden_size")}
+    own |= {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+    if not is_dflash(config):
+        own |= {**BIAS_TYPE, "sample_from_anchor": config.sample_from_anchor}
+        own |= {key: getattr(config, name) for key, name in BIAS_KEYS.items()}
+    return own
+
+
+def _sglang(made: Exported, facts: TargetFacts, _tokens: int) -> None:
+    config = _begun(made, "sglang", facts)
+    if config.own_output:
+        _check_matrix(made.tensors, config, facts)
+        config = made.config_of_head = replace(config, own_output=False)
+        made.left_out = (MATRIX,)
+        del made.tensors[MATRIX]
+    _for_engines(made, config, facts)
+    if config.markov_rank and not config.confidence:
+        made.notes.append(
+            "it has no confidence, which SGLang wants unless SGLANG_RAGGED_VERIFY_MODE is static, its default"
+        )
+
+
+def _vllm(made: Exported, facts: TargetFacts, _tokens: int) -> None:
+    _for_engines(made, _begun(made, "vllm", facts), facts)
+
+
+def _for_engines(made: Exported, config: DSparkConfig, facts: TargetFacts) -> None:
     """SGLang and vLLM read the same file, with the auxiliary layers in both conventions, each under its own key."""
     inputs, outputs = list(config.aux_layer_ids), [i - 1 for i in config.aux_layer_ids]
     nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
-    keys = {**keys, "num_target_layers": facts.n_layers, "architectures": ["DFlashDraftModel"], **nested}
-    keys |= {"block_size": config.block_size, "eagle_aux_hidden_state_layer_ids": inputs, "dflash_config": nested}
+    made.config |= {**_own_keys(config), "num_target_layers": facts.n_layers, "architectures": ["DFlashDraftModel"]}
+    made.config |= {**nested, "eagle_aux_hidden_state_layer_ids": inputs, "dflash_config": nested}
     if config.causal:
-        keys["dflash_config"] = {**nested, "causal": True}
+        made.config["dflash_config"] = {**nested, "causal": True}
     if not is_dflash(config):
-        keys |= {"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": not config.sample_from_anchor}
-        keys["block_size"] = config.drafts_at_once  # there without a first place that drafts nothing
-    notes = [f"auxiliary layers: eagle_aux_hidden_state_layer_ids {inputs} (inputs) and target_layer_ids {outputs} "
-             "(outputs)"]  # fmt: skip
-    if to == "sglang" and config.markov_rank and not config.confidence:
-        notes.append("it has no confidence, which SGLang wants unless SGLANG_RAGGED_VERIFY_MODE is static, its default")
-    return keys, notes
+        made.config |= {"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": not config.sample_from_anchor}
+        made.config["block_size"] = config.drafts_at_once  # there without a first place that drafts nothing
+    made.notes.append(
+        f"auxiliary layers: eagle_aux_hidden_state_layer_ids {inputs} (inputs) and target_layer_ids {outputs} (outputs)"
+    )
 
 
-def _for_speculators(
-    config: DSparkConfig, facts: TargetFacts, layer: dict[str, Any], own: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    dflash, notes = is_dflash(config), []
+def _speculators(made: Exported, facts: TargetFacts, _tokens: int) -> None:
+    config = _begun(made, "speculators", facts)
+    dflash, layer = is_dflash(config), made.config
     if config.own_output and config.draft_vocab_size == config.vocab_size:
-        notes = ["lm_head is the head's own, which vLLM reads; speculators' own trainer puts the target's in its place"]
-    return {
+        made.notes.append(
+            "lm_head is the head's own, which vLLM reads; speculators' own trainer puts the target's in its place"
+        )
+    made.config = {
         "architectures": ["DFlashDraftModel" if dflash else "DSparkDraftModel"],
         **speculators_keys("dflash" if dflash else "dspark", facts, config.drafts_at_once),
         "transformer_layer_config": layer,
-        **own,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
+        **_own_keys(config),
         "aux_hidden_state_layer_ids": list(config.aux_layer_ids),
         "sample_from_anchor": config.sample_from_anchor,
         # Of windows only, and there are none; but vLLM makes all of a DFlash head causal where this is false.
         "sliding_window_non_causal": True,
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
-    }, notes
+    }
 
 
-BUILDERS: dict[str, Builder] = {to: _dspark_for(to) for to in ("sglang", "vllm", "speculators")}
+FORMAT = Format(
+    config=DSparkConfig,
+    first_layer="layers.0.",
+    variants=_variants,
+    names={"draft_id_to_target_id": "d2t"},
+    nested=("dflash_config", "dspark_config"),
+    # The one value that the head computes.
+    fixed={
+        **BIAS_TYPE,
+        **dict.fromkeys(("attention_bias", "qkv_bias", "attention_sink_bias", "use_swa"), False),
+        **dict.fromkeys(("use_gemma_norm", "add_swa_attention_sink_bias", "gating", "shift_label"), False),
+        **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0),
+        **dict.fromkeys(("output_multiplier", "logit_scale", "attention_value_scale"), 1.0),
+        **dict.fromkeys(("rope_is_neox_style", "is_neox_style", "use_aux_hidden_state"), True),
+        **dict.fromkeys(("projector_type", "quantization_config"), None),
+        "final_logit_softcapping": 0,
+    },
+    keys={*BIAS_KEYS, *CAUSAL_KEYS}
+    | {
+        "block_size", "mask_token_id", "mask_token", "num_target_layers", "sample_from_anchor", "dspark_bonus_anchor",
+        "swa_window_size", "sliding_window_non_causal", "has_embed_tokens", "has_lm_head",
+    },
+    aux={"aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0, "target_layer_ids": 1},
+    writers={"sglang": _sglang, "vllm": _vllm, "speculators": _speculators},
+    why_not="SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
+)  # fmt: skip

@@ -28,14 +28,11 @@ from toolkit.checkpoint.open_head import exported, import_head, open_head
 from toolkit.errors import ExportError
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.heads.head_config import HeadConfig
-from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name, split_revision
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import atomic_write, save_tensors, write_json
-
-log = get_logger(__name__)
 
 DEFAULT_SHAPE = "3,1,4"
 NATIVE = "native"  # in place of an engine: the target's own checkpoint
@@ -51,22 +48,18 @@ def export_path(
     shape: str | None = None,
     settings: Mapping[str, Any],
     hub_name: str | None = None,
-    token_map: str | Path | None = None,
 ) -> tuple[str, str, list[str]]:
     """Write the head at `path` for the engine `to` into the new folder `out`; "native": into a copy of its target.
 
     target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
     None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
-    hub_name: the hub id that `out` will be pushed to. token_map: a file of the ids that a "native" copy drafts.
-    Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
-    `TargetError`.
+    hub_name: the hub id that `out` will be pushed to. Returns the head's kind, the launch line, and notes for the user.
+    Raises `ExportError`, `DraftDirError`, `TargetError`.
     """
     draft = open_head(path, target=target, overrides=dict(settings))
     facts = _facts(draft, path, target)
     if to == NATIVE:
-        launch, notes = stitch(draft, facts, out, _shape(shape, draft), token_map)
-    elif token_map is not None:
-        raise ExportError(f"`token_map` is {token_map}, which only an export to native has beside it; leave it out")
+        launch, notes = stitch(draft, facts, out, _shape(shape, draft))
     else:
         launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
     if not (draft.meta.get("measured") or {}).get("recommended", True):
@@ -114,8 +107,6 @@ def export_head(
         refused, warnings = problems(draft, facts)
         if refused:
             raise ExportError(f"the head is not written for {facts.name}: {'; '.join(refused)}")
-        for warning in warnings:
-            log.warning("%s", warning)
         # Paths of the target on this machine, longest first; none for a hub's target.
         paths = sorted({one for one in (facts.source, facts.name) if one.startswith("/")}, key=len, reverse=True)
         hidden = paths if name is not None else []
@@ -128,7 +119,7 @@ def export_head(
             _check_same(draft, load_draft(temporary), draft.head.config, draft.head.state_dict())
         else:
             draft, notes = _without_map(draft, to, temporary, here)
-            result = exported(draft, to, facts, shape.chain)
+            result = exported(draft, to, facts, shape.num_steps)
             notes = result.notes + notes + [one.line for one in draft.resolutions if one.warning]
             result.config = _without_paths(result.config, hidden)
             _write(result, temporary, facts)

@@ -11,11 +11,11 @@ import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -27,40 +27,6 @@ from toolkit.errors import DraftDirError, ExportError
 from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
-# The type of settings of a head's config.json; any of them may be absent or null.
-TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "a mapping": (
-        lambda value: isinstance(value, dict),
-        "toolkit eagle_config dflash_config speculators_config verifier transformer_layer_config rope_parameters "
-        "rope_scaling full_attention",
-    ),
-    "a whole number from 1": (
-        lambda value: type(value) is int and value > 0,
-        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size "
-        "block_size",
-    ),
-    "a whole number": (
-        lambda value: type(value) is int and value >= 0,
-        "num_hidden_layers draft_vocab_size max_position_embeddings sliding_window num_mtp_layers markov_rank "
-        "mask_token_id",
-    ),
-    "a number": (lambda value: type(value) in (int, float), "rms_norm_eps rope_theta factor"),
-    "a list of whole numbers": (
-        lambda value: isinstance(value, list) and all(type(one) is int for one in value),
-        "eagle_aux_hidden_state_layer_ids aux_layer_ids aux_hidden_state_layer_ids target_layer_ids",
-    ),
-    "a list of words": (
-        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
-        "architectures layer_types",
-    ),
-    "true or false": (
-        lambda value: isinstance(value, bool),
-        "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
-        "tie_word_embeddings use_sliding_window parallel_drafting sample_from_anchor enable_confidence_head "
-        "confidence_head_with_markov causal_head causal is_causal",
-    ),
-}
-NEEDED = {key: (what, fits) for what, (fits, keys) in TYPES.items() for key in keys.split()}
 # Prefixes of trainers and engines that wrap the head in a module of their own.
 WRAPPERS = ("draft_model.", "eagle_module.", "model.")
 CONFIG = "config.json"
@@ -73,26 +39,6 @@ DRAFT_KEYS = {
 # Code in a repository is never run, so it is never downloaded.
 MASK_EMBEDDING = "mask_embedding.pt"  # beside some DFlash checkpoints
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.md", MASK_EMBEDDING]
-
-
-def check_types(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises `DraftDirError` that names every setting of a wrong type, nested ones too."""
-    wrong = _wrong(config, "")
-    if wrong:
-        raise DraftDirError(f"{directory}/config.json: {'; '.join(wrong)}. Copy the file again from its source")
-
-
-def _wrong(config: Mapping[str, Any], within: str) -> list[str]:
-    found: list[str] = []
-    for key, value in config.items():
-        if value is None or key not in NEEDED:
-            continue
-        what, fits = NEEDED[key]
-        if not fits(value):
-            found.append(f"{within}{key} is {value!r}; {what} is needed")
-        elif isinstance(value, Mapping):
-            found += _wrong(value, f"{within}{key}.")
-    return found
 
 
 def plain_name(name: str) -> str:
@@ -128,29 +74,24 @@ def locate(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
-    hub = _hub_id(name)
-    if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
-        # Checked before gigabytes are downloaded.
+    hub, revision, config = _on_hub(name)
+    if looks_like_target(config):  # checked before gigabytes are downloaded
         raise DraftDirError(f"{name} is a whole language model, no draft head; use it as `target`")
-    return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
+    return Path(_from_hub(name, lambda: snapshot_download(hub, revision=revision, allow_patterns=WANTED)))
 
 
-class HubId(NamedTuple):
-    """org/name and its revision."""
+def _on_hub(name: str | Path) -> tuple[str, str | None, Any]:
+    """org/name, its revision and its config.json.
 
-    id: str
-    revision: str | None
-
-
-def _hub_id(name: str | Path) -> HubId:
-    """Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
+    Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
     found, path = HUB_ID.match(str(name)), Path(name).expanduser()
     if found is None or path.exists() or path.parent.is_dir():
         raise DraftDirError(
             f"{name} is no draft directory: no such folder. A directory that `toolkit train` or `toolkit run` wrote "
             "(runs/NAME/ckpt), one of another project's, or a hub id (org/name, org/name@revision) is needed"
         )
-    return HubId(found["id"], found["revision"])
+    hub, revision = found["id"], found["revision"]
+    return hub, revision, _from_hub(name, lambda: read_json(hf_hub_download(hub, CONFIG, revision=revision)))
 
 
 def _from_hub(name: str | Path, fetch: Callable[[], Any]) -> Any:
@@ -172,7 +113,7 @@ def looks_like_target(config: Any) -> bool:
     return isinstance(layers, int) and layers > 2
 
 
-def target_named(name: str) -> HubId | None:
+def target_named(name: str) -> tuple[str, str | None] | None:
     """`name` as a target with its revision; None for a draft head. No weights are read.
 
     Raises `DraftDirError` when it is neither here nor on the hub.
@@ -182,16 +123,15 @@ def target_named(name: str) -> HubId | None:
     if file is not None and file.is_file() and is_gguf_head(file):
         return None
     if name == DEMO_NAME or path.suffix == ".gguf":
-        return HubId(name, None)
+        return name, None
     if path.is_dir():
         config, names = read_config(path), _names(path)
         # A config of two layers may be a head's: the weights decide.
         whole = is_whole_model(names) if not looks_like_target(config) else "fc.weight" not in names
         whole = whole and not DRAFT_KEYS & config.keys()
-        return HubId(name, None) if whole else None
-    hub = _hub_id(name)
-    config = _from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))
-    return hub if looks_like_target(config) else None
+        return (name, None) if whole else None
+    hub, revision, config = _on_hub(name)
+    return (hub, revision) if looks_like_target(config) else None
 
 
 def _names(directory: Path) -> set[str]:
@@ -225,16 +165,11 @@ def read_checkpoint(directory: Path) -> CheckpointFiles:
     file = gguf_file(directory)
     if file is not None:
         config, tensors = read_gguf(file)
-        check_types(config, file)
         return CheckpointFiles(file.parent, config, tensors, (file.name,))
     config, tensors = read_config(directory), {}
-    check_types(config, directory)
     names = weight_files(directory)
     for name in names:
         part = load_tensors(directory / name) if name.endswith(".safetensors") else load_pickle(directory / name)
-        twice = sorted(tensors.keys() & part.keys())
-        if twice:
-            raise WeightsError(f"{directory / name} holds {', '.join(twice[:5])} a second time; each is needed once")
         tensors |= part
     if (mask := directory / MASK_EMBEDDING).is_file():
         tensors |= load_pickle(mask, alone=mask.stem)
@@ -247,7 +182,7 @@ def weight_files(directory: Path) -> tuple[str, ...]:
         index = directory / INDEX[single]
         if index.is_file():
             shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(one, str) for one in shards.values()):
+            if not shards:
                 raise WeightsError(f"{index} has no weight_map of tensor names to files; export the weights again")
             return tuple(sorted(set(shards.values())))
         if (directory / single).is_file():

@@ -1,5 +1,5 @@
-"""Parts that the formats of all other projects share: how settings are read and noted, the keys of a decoder layer, the
-token map, and the content of an export.
+"""One reader and one writer for the checkpoints of other projects. A format (`eagle3_format.py`, ..) is a table of keys
+and names, which they walk, and functions for what depends on several of them.
 
 Shapes: D draft vocabulary, V target vocabulary, A auxiliary layers, Ht target hidden size.
 """
@@ -7,17 +7,18 @@ Shapes: D draft vocabulary, V target vocabulary, A auxiliary layers, Ht target h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, Resolution, dtype_of
-from toolkit.checkpoint.files import SAFETENSORS
+from toolkit.checkpoint.files import SAFETENSORS, plain_name
 from toolkit.errors import DraftDirError, ExportError
-from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.head_config import AuxHeadConfig, HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
+from toolkit.targets.features import check_aux_layer_ids
 from toolkit.tokenmap.token_map import TokenMap, as_ids
 from toolkit.weights import WeightsError
 
@@ -27,10 +28,135 @@ Tensors = dict[str, torch.Tensor]
 EMBEDDING = "embed_tokens.weight"
 # Of the target; checkpoints of speculators hold copies.
 TARGETS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")
+# What is added to the ids of auxiliary layers to reach ours -> who writes them so.
+MEANT = {
+    0: "speculators and vLLM mean it: id k is the input of layer k",
+    1: "SGLang, SpecForge and ModelOpt mean it: outputs, plus 1",
+}
 BY_DRAFT_ID = ("lm_head.weight", "markov_head.markov_w2.weight")  # [D, ..]: a row for each draft id
 DEFAULT_THETA = 10000.0
 
+# -- what a format states ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """How other projects write one kind of head.
+
+    config: the class of its configuration. first_layer: what the names of its first layer's tensors begin with.
+    variants: the kind's own fields, from all that is read.
+    names: beginnings of tensor names, theirs -> ours. dropped: tensors that are the target's.
+    nested: mappings in config.json whose keys may as well stand at its top. fixed: keys with the one value that the
+    head computes. keys: further keys that are read. by_tensor: fields that a tensor shows, with the keys that state
+    them. aux: keys of the auxiliary layers, and what is added to reach ours; one that means another thing inside of a
+    nested mapping has that mapping's name before it. usual_aux: without such a key every engine takes EAGLE's layers.
+    writers: by the engine, what completes an export. refused: by the engine, fields that its loader has no place for,
+    and what it would do instead. why_not: of engines without a writer.
+    """
+
+    config: type[HeadConfig]
+    first_layer: str
+    variants: Callable[[Reading], dict[str, Any]]
+    names: Mapping[str, str] = field(default_factory=dict)
+    dropped: Collection[str] = TARGETS_OWN
+    nested: Collection[str] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    keys: Collection[str] = ()
+    by_tensor: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    aux: Mapping[str, int] = field(default_factory=dict)
+    usual_aux: bool = False
+    writers: Mapping[str, Writer] = field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    why_not: str = "no such loader"
+
+
+class Reading:
+    """A checkpoint that is being read. said: its settings, with the nested ones. layer: those of the decoder layers.
+    shapes: HeadConfig's fields, of `layer_settings`. tensors: by our names. embedding: the one that came with it."""
+
+    def __init__(
+        self,
+        form: Format,
+        config: Mapping[str, Any],
+        stored: Mapping[str, torch.Tensor],
+        resolver: Resolver,
+        facts: TargetFacts | None,
+    ) -> None:
+        self.resolver, self.facts = resolver, facts
+        self.speculators = "transformer_layer_config" in config
+        self.said = _flat(form, config)
+        self.layer = dict(config["transformer_layer_config"]) if self.speculators else self.said
+        for key, value in form.fixed.items():
+            refuse_unless({**self.said, **self.layer}, key, value)
+        self.tensors, self.embedding = _renamed(form, stored, resolver)
+        self.shapes = layer_settings(self.layer, self.tensors, form.first_layer, resolver)
+
+
+def read_foreign(
+    form: Format,
+    config: Mapping[str, Any],
+    stored: Mapping[str, torch.Tensor],
+    resolver: Resolver,
+    facts: TargetFacts | None,
+) -> tuple[HeadConfig, Tensors, TokenMap, torch.Tensor | None]:
+    """Config, the head's tensors, its token map (of all ids where it has none), and the embedding that came with the
+    checkpoint (None without one).
+
+    config: its config.json. stored: its tensors. `facts` of the target are needed only where the checkpoint does not
+    state its auxiliary layers. Raises `DraftDirError`, `WeightsError`, `TokenMapError`.
+    """
+    reading = Reading(form, config, stored, resolver, facts)
+    said, layer, shapes, tensors = reading.said, reading.layer, reading.shapes, reading.tensors
+    own = form.variants(reading)
+    token_map = TokenMap.identity(shapes["vocab_size"])
+    if issubclass(form.config, AuxHeadConfig):
+        token_map = _token_map(said, shapes["vocab_size"], tensors, resolver)
+        own |= {
+            "target_hidden_size": _target_width(said, shapes),
+            "draft_vocab_size": token_map.size,
+            "aux_layer_ids": _aux_layer_ids(form, said, resolver, facts),
+        }
+    own["num_hidden_layers"] = _layers(stored, tensors, layer.get("num_hidden_layers"), resolver)
+    keys = {key for _, keys in form.by_tensor.values() for key in keys}
+    _note_unread({**layer, **said}, {*form.keys, *form.fixed, *form.aux, *keys}, resolver)
+    return form.config(**shapes, **_by_tensor(form, reading), **own), tensors, token_map, reading.embedding
+
+
+def _flat(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the nested ones. Raises `DraftDirError` where two differ."""
+    flat = {key: value for key, value in config.items() if key not in form.nested}
+    for place in form.nested:
+        for key, value in (config.get(place) or {}).items():
+            if f"{place}.{key}" in form.aux:
+                key = f"{place}.{key}"
+            elif flat.get(key) is not None and value is not None and flat[key] != value:
+                raise DraftDirError(f"config.json: {key} is {flat[key]}, and in {place} {value}; leave one out")
+            flat[key] = value if flat.get(key) is None else flat[key]
+    return flat
+
+
+def _by_tensor(form: Format, reading: Reading) -> dict[str, Any]:
+    """The fields that tensors show. Raises `WeightsError` for a norm that the config states and the weights lack."""
+    found: dict[str, Any] = {}
+    for name, (tensor, keys) in form.by_tensor.items():
+        stated = [bool(reading.said[key]) for key in keys if reading.said.get(key) is not None]
+        usual = any(stated) if stated else bool(getattr(form.config, name))
+        found[name] = tensor in reading.tensors
+        if found[name]:
+            lost = bool(keys) and not usual
+            rule = f"the checkpoint has {tensor}"
+            rule += f", though its config does not set {keys[0]}: other engines would leave it out" if lost else ""
+            reading.resolver.note(name, True, rule, warning=lost)
+        elif any(stated) and not tensor.endswith("bias"):
+            raise WeightsError(f"missing: {tensor}. The config sets {name}")
+        elif any(stated):
+            reading.resolver.note(name, False, f"the config sets {name}, but there is no {tensor}", warning=True)
+    return found
+
+
 # -- how settings are read ---------------------------------------------------------------------------------------------
+
+KINDS = {tuple: "whole numbers such as 2,16,29 are", bool: "true or false is", int: "a number is", float: "a number is"}
 
 
 class Resolver:
@@ -46,7 +172,9 @@ class Resolver:
         self._settled.add(key)
         if key in self._overrides:
             said = self._overrides[key]
-            _check_alike(key, said, value)
+            numbers = all(type(one) is int for one in said) if isinstance(said, tuple) else True
+            if KINDS.get(type(said)) != KINDS[type(value)] or not numbers:
+                raise DraftDirError(f"--set {key}={said}: {KINDS[type(value)]} needed")
             value, rule, warning = said, f"given with --set (the files say {value})", False
         self.lines.append(Resolution(key, value, rule, warning))
         return value
@@ -66,25 +194,6 @@ class Resolver:
             raise DraftDirError(
                 f"--set {unused[0]}: this checkpoint has no such setting; it has {', '.join(sorted(self._settled))}"
             )
-
-
-def _check_alike(key: str, said: Any, found: Any) -> None:
-    """Raises `DraftDirError` when the user's value has another type than the one it replaces."""
-    if isinstance(found, tuple):
-        fits = isinstance(said, tuple) and all(type(one) is int for one in said)
-        wanted = "whole numbers such as 2,16,29 are"
-    elif isinstance(found, bool):
-        fits, wanted = isinstance(said, bool), "true or false is"
-    else:
-        fits, wanted = isinstance(said, int | float) and not isinstance(said, bool), "a number is"
-    if not fits:
-        raise DraftDirError(f"--set {key}={said}: {wanted} needed")
-
-
-def log_resolutions(lines: list[Resolution]) -> None:
-    """Log every resolution, warnings at that level."""
-    for one in lines:
-        (log.warning if one.warning else log.info)("%s", one.line)
 
 
 # -- the keys of a decoder layer, read and written ---------------------------------------------------------------------
@@ -149,7 +258,9 @@ def _window(config: Mapping[str, Any], resolver: Resolver) -> int | None:
     if not window or not ("sliding_attention" in kinds if kinds else config.get("use_sliding_window")):
         return None
     if set(kinds) - {"sliding_attention"}:
-        raise DraftDirError(f"config.json: layer_types {kinds} differ; a head whose layers all have a window is needed")
+        raise DraftDirError(
+            f"config.json: layer_types {kinds} differ; a sliding window of all layers or of none is needed"
+        )
     return resolver.settle("sliding_window", window, f"stated by {'layer_types' if kinds else 'use_sliding_window'}")
 
 
@@ -181,6 +292,9 @@ def layer_keys(config: HeadConfig, state: Mapping[str, torch.Tensor]) -> dict[st
     """The keys of the layers of a head of this state."""
     rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA, **config.rope_parameters}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    window: dict[str, Any] = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+    if window:  # vLLM and speculators apply it according to `layer_types`
+        window["layer_types"] = ["sliding_attention"] * config.layers
     return {
         "model_type": "llama",
         **{key: getattr(config, key) for key in SIZES},
@@ -193,14 +307,14 @@ def layer_keys(config: HeadConfig, state: Mapping[str, torch.Tensor]) -> dict[st
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype_of(state)).removeprefix("torch."),
-        **config.window_keys(),
+        **window,
     }
 
 
-def plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
+def plain_rope(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys that SafeAILab's model reads. Raises `ExportError` for a scaled rope, which it computes differently."""
     if keys["rope_scaling"] is not None:
-        raise ExportError(f"the head has a scaled rope ({config.rope_parameters}), which SafeAILab's model lacks")
+        raise ExportError(f"the head has a scaled rope ({keys['rope_parameters']}), which SafeAILab's model lacks")
     return {key: value for key, value in keys.items() if key != "rope_parameters"}
 
 
@@ -211,37 +325,34 @@ def refuse_unless(config: Mapping[str, Any], key: str, value: Any) -> None:
         raise DraftDirError(f"config.json: {key} is {stated!r}; only {value!r} is supported")
 
 
-def note_unread(config: Mapping[str, Any], own: Collection[str], resolver: Resolver) -> None:
+def _note_unread(config: Mapping[str, Any], own: Collection[str], resolver: Resolver) -> None:
     """Note a warning with the config keys that no rule reads: one of them may change the head's arithmetic.
 
-    own: the keys that the format reads besides a layer's, at the top and in `eagle_config`.
+    own: the keys that the format reads besides a layer's.
     """
     known = {*READ, *UNREAD, *SIZES, *FIXED, *own}
-    nested = {f"eagle_config.{key}": value for key, value in (config.get("eagle_config") or {}).items()}
-    unknown = sorted(
-        key
-        for key, value in {**config, **nested}.items()
-        if key.removeprefix("eagle_config.") not in known and value not in (None, False, [], {})
-    )
+    unknown = sorted(key for key, value in config.items() if key not in known and value not in (None, False, [], {}))
     if unknown:
         rule = "no rule reads them; one that changes the arithmetic would cost accept_length (never exactness)"
         resolver.note("unknown keys", ", ".join(unknown), rule, warning=True)
 
 
-# -- tensors and token maps --------------------------------------------------------------------------------------------
+# -- tensors, layers and token maps ------------------------------------------------------------------------------------
 
 
-def renamed(
-    stored: Mapping[str, torch.Tensor], our_name: Callable[[str], str], dropped: Collection[str], resolver: Resolver
+def _renamed(
+    form: Format, stored: Mapping[str, torch.Tensor], resolver: Resolver
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """The tensors under our names, and the embedding; without those that belong to the target, `dropped`, and what is
-    computed from the config."""
+    """The tensors under our names, and the embedding; without those that belong to the target and what is computed from
+    the config."""
     tensors: Tensors = {}
     for theirs, value in stored.items():
-        ours = our_name(theirs)
+        ours = plain_name(theirs)
+        begin = next((one for one in form.names if ours.startswith(one)), "")
+        ours = form.names.get(begin, "") + ours.removeprefix(begin)
         if ours in tensors:
             raise WeightsError(f"its weights hold {ours} twice, once as {theirs}; each is needed once")
-        if ours in dropped or ours.endswith("rotary_emb.inv_freq"):
+        if ours in form.dropped or ours.endswith("rotary_emb.inv_freq"):
             resolver.note(theirs, "left out", "the target's own, or computed from the config; no part of the head")
         else:
             tensors[ours] = value
@@ -252,15 +363,20 @@ def renamed(
     return tensors, embedding
 
 
-def count_layers(tensors: Tensors, stated: int | None) -> int:
-    """The layers that the weights have by `layers.N.`. Raises `DraftDirError` where the config states others."""
-    found = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    if stated not in (None, found):
-        raise DraftDirError(f"config.json: num_hidden_layers is {stated}, the weights have {found} layers")
+def _layers(stored: Collection[str], tensors: Tensors, stated: int | None, resolver: Resolver) -> int:
+    """Decoder layers, by the weights. Raises `DraftDirError` where the config states others and may be right."""
+    found = len({".".join(name.split(".")[:2]) for name in tensors if name.startswith("layers.")})
+    found += any(name.startswith("midlayer.") for name in tensors)
+    if stated in (None, found):
+        return found
+    if found > 1 or not any("midlayer." in name for name in stored):
+        raise DraftDirError(f"config.json: num_hidden_layers is {stated}, the weights have {found}")
+    rule = f"a head with a midlayer and no layers.1 has one layer; the config's {stated} (its target's?) is not read"
+    resolver.note("num_hidden_layers", found, rule, warning=True)
     return found
 
 
-def target_width(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
+def _target_width(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
     """The target's hidden size. Raises `DraftDirError` where the head's is another."""
     width: int = config.get("target_hidden_size") or shapes["hidden_size"]
     if width != shapes["hidden_size"]:
@@ -271,7 +387,7 @@ def target_width(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
     return width
 
 
-def read_token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:
+def _token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:
     """d2t and t2d, taken out of `tensors`; without d2t the whole vocabulary."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t is None:
@@ -298,19 +414,43 @@ def read_token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors,
     return token_map
 
 
-def map_tensors(draft: DraftCheckpoint) -> Tensors:
+def _map_tensors(draft: DraftCheckpoint) -> Tensors:
     """The token map; that of a whole vocabulary is left out, as every loader expects."""
     if draft.token_map.size == draft.token_map.vocab_size:
         return {}
     return {"d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
 
 
-def check_aux_layers(ids: tuple[int, ...], facts: TargetFacts | None) -> None:
-    """Raises `DraftDirError` for ids that no target, or not this one, has."""
-    if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: ascending, distinct ids are needed")
-    if facts is not None and ids[-1] > facts.n_layers:
-        raise DraftDirError(f"aux_layer_ids {list(ids)}: the target {facts.name} has {facts.n_layers} layers")
+def _aux_layer_ids(
+    form: Format, said: Mapping[str, Any], resolver: Resolver, facts: TargetFacts | None
+) -> tuple[int, ...]:
+    """As indices into HF hidden_states, our convention (id k = input of layer k).
+
+    Raises `DraftDirError` for keys that differ, `TargetError` for ids that no target, or not this one, has."""
+    found = {key: tuple(i + by for i in said[key]) for key, by in form.aux.items() if said.get(key)}
+    usual = (2, facts.n_layers // 2, facts.n_layers - 3) if form.usual_aux and facts is not None else ()
+    given = resolver.overridden("aux_layer_ids")
+    if len(set(found.values())) > 1 and not given:
+        stated = " and ".join(f"{key} {list(said[key])} ({'outputs' if form.aux[key] else 'inputs'})" for key in found)
+        raise DraftDirError(
+            f"config.json states {stated}, which are different layers; give the right ones with --set "
+            "aux_layer_ids=a,b,c (id k = input of layer k)"
+        )
+    if not found and not usual and not given:
+        remedy = "and the usual (2, n//2, n-3) depend on the target: name it with `target`"
+        remedy = remedy if form.usual_aux else "give them with --set aux_layer_ids=a,b,c (id k = input of layer k)"
+        raise DraftDirError(f"config.json states no layers of the target ({', '.join(form.aux)}), {remedy}")
+    ids, rule = usual, "not stated: (2, n//2, n-3), which every engine takes then"
+    for key, read in list(found.items())[:1]:
+        ids = read
+        rule = f"{key} {list(said[key])}, as {MEANT[form.aux[key]]}"
+    shifted = bool(usual) and usual in [tuple(i + by for i in ids) for by in (-1, 1)]
+    if shifted:
+        shown = ",".join(map(str, usual))
+        rule += f". This target's usual ones are {shown}: these look off by one; try --set aux_layer_ids={shown}"
+    ids = tuple(resolver.settle("aux_layer_ids", ids, rule, warning=shifted))
+    check_aux_layer_ids(ids, facts.n_layers if facts is not None else max(ids, default=0))
+    return ids
 
 
 # -- the content of an export ------------------------------------------------------------------------------------------
@@ -338,8 +478,31 @@ class Exported:
         self.notes.append(f"{name} {why}")
 
 
-# (head, its config as it is written, facts of the target, length of a chain) -> what is written.
-Builder = Callable[[DraftCheckpoint, Any, TargetFacts, int], Exported]
+# Completes an export: (what is written so far, facts of the target, length of a chain).
+Writer = Callable[[Exported, TargetFacts, int], None]
+
+
+def write_foreign(form: Format, draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: int) -> Exported:
+    """`draft` for the engine `to`. draft_tokens: a chain's length, where the format holds one.
+
+    Raises `ExportError` for a head that the engine would not draft with as it is."""
+    config, state = draft.head.config, draft.head.state_dict()
+    notes: list[str] = []
+    own, wanted = config.max_position_embeddings, facts.max_context or 0
+    if own < wanted and config.rope_parameters.get("rope_type", "default") == "default":
+        config = replace(config, max_position_embeddings=wanted)
+        notes.append(
+            f"max_position_embeddings {own} is written as the target's {wanted}: vLLM computes no rotation beyond it, "
+            "and at each position the rotation stays the same"
+        )
+    for key, why in form.refused.get(to, {}).items():
+        value = getattr(config, key)
+        if value is True or value not in (None, False, 1):
+            said = key if value is True else f"{key} {value}"
+            raise ExportError(f"the head has {said}, which cannot be written for {to}: {why}")
+    made = Exported(layer_keys(config, state), state | _map_tensors(draft), config, notes=notes)
+    form.writers[to](made, facts, draft_tokens)
+    return made
 
 
 def speculators_keys(algorithm: str, facts: TargetFacts, draft_tokens: int) -> dict[str, Any]:

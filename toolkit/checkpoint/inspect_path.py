@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft, problems
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, problems
 from toolkit.checkpoint.files import locate, read_checkpoint, target_named
+from toolkit.checkpoint.model_card import head_rows
 from toolkit.checkpoint.native_mtp import find_native, why_unread
-from toolkit.checkpoint.open_head import facts_for, import_head, recognise
+from toolkit.checkpoint.open_head import OURS, facts_for, import_head, recognise
 from toolkit.errors import DraftDirError, TargetError, TokenMapError, UnknownFamilyError
 from toolkit.heads.decoder_layer import STATIC_ROPE_TYPES
 from toolkit.heads.families import at
@@ -84,19 +85,19 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
     for what is no draft head, `TargetError`.
     """
     files = read_checkpoint(directory)
-    found = recognise(files.config, files.tensors)
-    report = Report(f"{directory}: {found.head} draft head, in the form of {found.writer}")
+    kind, writer = recognise(files.config, files.tensors)
+    report = Report(f"{directory}: {kind} draft head, in the form of {writer}")
     settings = () if files.weights[0].endswith(".gguf") else ("config.json",)
-    report.rows = [("format", found.format), ("files", ", ".join((*settings, *files.weights)))]
+    report.rows = [("files", ", ".join((*settings, *files.weights)))]
     facts = facts_for(files, target)
     try:
-        draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)
+        draft = load_draft(directory) if writer == OURS else import_head(files, facts=facts)
     except (DraftDirError, WeightsError, TokenMapError) as error:
         report.refuse(str(error))
         report.rows.append(("tensors", f"{len(files.tensors)}: {', '.join(sorted(files.tensors))}"))
         return report
     named = (draft.meta.get("target") or {}).get("name")
-    if facts is None and found.format == "toolkit" and named and Path(named).is_dir():
+    if facts is None and writer == OURS and named and Path(named).is_dir():
         facts = target_facts(named)  # a folder on this machine; inspecting fetches nothing
     _describe(report, draft, named)
     report.read = [one.line for one in draft.resolutions if not one.warning]
@@ -111,26 +112,9 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
 
 
 def _describe(report: Report, draft: DraftCheckpoint, named: str | None) -> None:
-    config, state = draft.head.config, draft.head.state_dict()
-    count = sum(value.numel() for value in state.values())
-    layers = config.mtp_layers * config.layers
-    own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
-    report.rows += [
-        ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
-        ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
-                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"
-                  f"{'' if layers == 1 else f'; {layers} such layers'}"),
-        ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
-        ("draft vocabulary", own if config.own_vocabulary else f"{own}, with the target's output matrix"),
-    ]  # fmt: skip
-    ids, needs = config.features.aux_layer_ids, ""
-    if ids is not None:
-        report.rows.append(("aux_layer_ids", f"{list(ids)} (id k = input of layer k = output of layer k-1)"))
-        needs = f", {config.features.needed_layers} layers or more"
-    switches = [one.name for one in fields(config) if one.name in config.variants() and isinstance(one.default, bool)]
-    if switches:
-        on = ", ".join(name for name in switches if getattr(config, name))
-        report.rows.append(("variants", on or f"none: {config.kind} as published"))
+    config = draft.head.config
+    report.rows += head_rows(draft)
+    needs = f", {config.features.needed_layers} layers or more" if config.features.needed_layers else ""
     says = f"it names {named}" if named else "it names none, give --target"
     size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
     report.rows.append(("needs", f"a target of {size}; {says}"))

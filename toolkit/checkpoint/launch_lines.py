@@ -20,11 +20,6 @@ class Shape(NamedTuple):
     top_k: int
     num_draft_tokens: int
 
-    @property
-    def chain(self) -> int:
-        """Tokens a chain of as many levels drafts: all that vLLM can be told."""
-        return self.num_steps
-
 
 DFLASH = EngineNames(sglang="DFLASH", vllm="dflash")
 
@@ -48,7 +43,7 @@ def launch_line(to: str, config: HeadConfig, facts: TargetFacts, directory: str,
     elif to == "gguf":
         target = facts.name if facts.name.endswith(".gguf") else "TARGET.gguf"
         words = ["llama-server", "-m", target, "-md", f"{directory}/{MODEL_FILE}", "--spec-type", "draft-eagle3"]
-        words += ["--spec-draft-n-max", str(shape.chain)]
+        words += ["--spec-draft-n-max", str(shape.num_steps)]
     elif to == "toolkit":
         words = ["toolkit", "serve", "--draft", directory]
     else:
@@ -87,7 +82,7 @@ def vllm_speculation(
 
 def _drafts(shape: Shape, config: HeadConfig | None) -> int:
     """A chain's drafts; of a block all, as it was trained: with fewer masks these engines compute another block."""
-    return shape.chain if config is None else config.drafts_at_once or shape.chain
+    return shape.num_steps if config is None else config.drafts_at_once or shape.num_steps
 
 
 def _names(kind: str, config: HeadConfig | None = None) -> EngineNames:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.errors import ExportError
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import DEMO_NAME
@@ -40,17 +41,32 @@ def model_card(draft: DraftCheckpoint, to: str, facts: TargetFacts, launch: str,
     return "\n\n".join(parts) + "\n"
 
 
-def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
-    config = draft.head.config
-    count = sum(parameter.numel() for parameter in draft.head.parameters())
+def head_rows(draft: DraftCheckpoint) -> list[tuple[str, str]]:
+    """What a head is, in rows of (what, value), for its model card and for `toolkit inspect`."""
+    config, state = draft.head.config, draft.head.state_dict()
+    count = sum(value.numel() for value in state.values())
+    layers = config.mtp_layers * config.layers
+    own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
     rows = [
-        ("parameters", f"{count:,}"),
-        ("target", f"{facts.architecture}, {facts.n_layers} layers, width {facts.hidden_size}"),
-        ("vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
+        ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
+        ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
+                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"
+                  f"{'' if layers == 1 else f'; {layers} such layers'}"),
         ("rope", _words(config.rope_parameters)),
-    ]
+        ("draft vocabulary", own if config.own_vocabulary else f"{own}, with the target's output matrix"),
+    ]  # fmt: skip
     if (ids := config.features.aux_layer_ids) is not None:
-        rows.append(("aux_layer_ids", f"{list(ids)} (id k is the input of layer k)"))
+        rows.append(("aux_layer_ids", f"{list(ids)} (id k = input of layer k = output of layer k-1)"))
+    switches = [one for one in fields(config) if isinstance(one.default, bool)]
+    changed = [(one.name, getattr(config, one.name)) for one in switches if getattr(config, one.name) != one.default]
+    if switches:
+        on = ", ".join(name if value else f"no {name}" for name, value in changed)
+        rows.append(("variants", on or f"none: {config.kind} as published"))
+    return rows
+
+
+def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
+    rows = [("target", f"{facts.architecture}, {facts.n_layers} layers, width {facts.hidden_size}"), *head_rows(draft)]
     if (init := draft.meta.get("init")) is not None:
         # Without a revision the name is a path of this machine.
         name = f"{init['name']}, revision {init['revision']}" if init["revision"] else "a local head"

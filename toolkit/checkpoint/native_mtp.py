@@ -250,15 +250,13 @@ def _layer_state(config: MtpConfig, tensors: dict[str, Tensor], what: str) -> di
     return {f"layers.{name}": value for name, value in loaded.get_decoder().layers.state_dict().items()}
 
 
-def stitch(
-    draft: DraftCheckpoint, facts: TargetFacts, out: str | Path, shape: Shape, token_map: str | Path | None = None
-) -> tuple[str, list[str]]:
+def stitch(draft: DraftCheckpoint, facts: TargetFacts, out: str | Path, shape: Shape) -> tuple[str, list[str]]:
     """Write the head into a copy of the target, the new folder `out`. Returns a launch line and notes for the user.
 
-    token_map: a file of the ids to draft, written beside it as freq_N.pt; None: those of the draft. Raises TargetError
-    for a target without safetensors weights, and `ExportError` for a head that is not in the form of the target's
-    family, a quantised module, an existing `out`, and when the copy does not read back as the same head; then nothing
-    is left behind.
+    The ids that the head drafts are written beside it as freq_N.pt, unless it drafts all. Raises TargetError for a
+    target without safetensors weights, and `ExportError` for a head that is not in the form of the target's family, a
+    quantised module, an existing `out`, and when the copy does not read back as the same head; then nothing is left
+    behind.
     """
     out = Path(out)
     with new_folder(out) as temporary:
@@ -278,7 +276,7 @@ def stitch(
         if found is None:
             _add(temporary, files, tensors, draft, family)
         notes = _notes(draft, facts, str(out.resolve()), shape)
-        kept = draft.token_map if token_map is None else load_freq_list(token_map, facts.vocab_size)
+        kept = draft.token_map
         map_file = f"freq_{kept.size}.pt" if kept.size < kept.vocab_size else None
         if map_file is not None:
             save_freq_list(temporary / map_file, kept)

@@ -6,8 +6,7 @@ other projects write each kind of head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +23,19 @@ from toolkit.checkpoint.files import (
     read_checkpoint,
     read_config,
 )
-from toolkit.checkpoint.formats import Builder, Exported, Resolver, Tensors, log_resolutions
+from toolkit.checkpoint.formats import Exported, Resolver, read_foreign, write_foreign
 from toolkit.checkpoint.gguf_head import gguf_file
 from toolkit.errors import DraftDirError, ExportError, TargetError, TokenMapError
 from toolkit.heads.draft_head import empty_head
-from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name
-from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict
 
 log = get_logger(__name__)
 
-# -- formats of other projects -----------------------------------------------------------------------------------------
-
-# config.json, stored tensors, resolver, facts of the target if they are at hand -> our config, the head's tensors, its
-# token map, and the embedding that came with it.
-Importer = Callable[
-    [Mapping[str, Any], Mapping[str, torch.Tensor], Resolver, TargetFacts | None],
-    tuple[HeadConfig, Tensors, TokenMap, torch.Tensor | None],
-]
-
-
-@dataclass(frozen=True)
-class Formats:
-    """read: imports a checkpoint of this kind; None: no other project writes one. builders: by the name of the engine,
-    what writes a head for it. why_not: the reason for engines without a builder."""
-
-    read: Importer | None = None
-    builders: Mapping[str, Builder] = field(default_factory=dict)
-    why_not: str = "no such loader"
-
-
-# By the kind of head, see head_kinds.py.
-FORMATS = {
-    "eagle3": Formats(eagle3_format.import_eagle3, eagle3_format.BUILDERS),
-    "eagle2": Formats(
-        eagle2_format.import_eagle2,
-        eagle2_format.BUILDERS,
-        "speculators 0.9 and llama.cpp read EAGLE-3 heads; --to vllm, sglang and eagle are possible",
-    ),
-    "dspark": Formats(
-        dspark_format.import_dspark,
-        dspark_format.BUILDERS,
-        "SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
-    ),
-    "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
-}
+# By the kind of head, see head_kinds.py. No other project writes MTP layers apart from their target.
+FORMATS = {"eagle3": eagle3_format.FORMAT, "eagle2": eagle2_format.FORMAT, "dspark": dspark_format.FORMAT}
 
 
 def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: int) -> Exported:
@@ -80,23 +44,23 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
 
     Raises `ExportError` for a head that would not be the same there.
     """
-    formats = FORMATS.get(draft.kind, Formats())
-    build = formats.builders.get(to)
-    if build is None:
-        raise ExportError(f"a {draft.kind} head cannot be written for {to}: {formats.why_not}")
-    config = draft.head.config
-    own, wanted = config.max_position_embeddings, facts.max_context or 0
-    if own >= wanted or config.rope_parameters.get("rope_type", "default") != "default":
-        return build(draft, config, facts, draft_tokens)
-    result = build(draft, replace(config, max_position_embeddings=wanted), facts, draft_tokens)
-    result.notes.insert(
-        0,
-        f"max_position_embeddings {own} is written as the target's {wanted}: vLLM computes no rotation beyond it, and "
-        "at each position the rotation stays the same",
-    )
-    return result
+    why = why_not_written(draft, to)
+    if why is not None:
+        raise ExportError(f"a {draft.kind} head cannot be written for {to}: {why}")
+    return write_foreign(FORMATS[draft.kind], draft, to, facts, draft_tokens)
 
 
+def why_not_written(draft: DraftCheckpoint, to: str) -> str | None:
+    """Why heads of this kind cannot be written for an engine; None: they can."""
+    if draft.head.config.in_target:
+        return "other engines read MTP layers from the target's own checkpoint; --to native writes it"
+    form = FORMATS.get(draft.kind)
+    if form is None:
+        return "no such loader"
+    return None if to in form.writers else form.why_not
+
+
+OURS = "toolkit"
 # In the names of architectures and model types of drafters that are not read.
 OTHER_HEADS = ("dflash", "dspark", "peagle", "medusa", "mlp_speculator", "mtp")
 # Kinds of speculators -> ours.
@@ -116,29 +80,22 @@ EAGLE3_WRITERS = {
 }
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """format: toolkit, speculators, eagle3, dspark or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
+def recognise(config: dict[str, Any], names: Iterable[str]) -> tuple[str, str]:
+    """The kind of head, and what wrote it (toolkit: our own draft directory).
 
-    format: str
-    head: str
-    writer: str
-
-
-def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
-    """Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
+    Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
     names = {plain_name(name) for name in names}
     architectures = config.get("architectures") or []
     if "toolkit" in config:
-        return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
+        return str(config["toolkit"].get("head")), OURS
     kind = config.get("speculators_model_type")
     if kind is not None:
         if kind not in SPECULATORS:
             raise _unknown(f"of speculators_model_type {kind!r}")
-        return Recognised("speculators", SPECULATORS[kind], "speculators")
+        return SPECULATORS[kind], "speculators"
     for architecture in architectures:
         if architecture in BLOCK_DRAFTERS:
-            return Recognised("dspark", "dspark", BLOCK_DRAFTERS[architecture])
+            return "dspark", BLOCK_DRAFTERS[architecture]
     if any(word in " ".join([str(config.get("model_type")), *architectures]).lower() for word in OTHER_HEADS):
         raise _unknown(f"a drafter of another kind: architectures {architectures}, not Qwen3's layers")
     if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
@@ -149,9 +106,9 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
         writer = EAGLE3_WRITERS.get(next(iter(architectures), ""), "SpecForge or SGLang")
         if "use_last_layernorm" in (config.get("eagle_config") or {}):
             writer = "NVIDIA ModelOpt"
-        return Recognised("eagle3", "eagle3", writer)
+        return "eagle3", writer
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
-        return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
+        return "eagle2", "SafeAILab EAGLE-1/2"
     shown = ", ".join(sorted(names)[:6]) or "no tensors"
     raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
 
@@ -190,7 +147,8 @@ def open_head(
     if not Path(name).expanduser().exists():
         # Of a hub's files the cache keeps each commit in a folder of its name.
         draft.meta["source"] = {"name": str(name).partition("@")[0], "revision": directory.name}
-    log_resolutions(draft.resolutions)
+    for one in draft.resolutions:
+        (log.warning if one.warning else log.info)("%s", one.line)
     return draft
 
 
@@ -215,11 +173,10 @@ def import_head(
     """The head of a foreign checkpoint, strictly: every tensor is taken, named as left out, or an error."""
     resolver = Resolver(overrides)
     try:
-        found = recognise(files.config, files.tensors)
-        resolver.note("format", found.format, f"by its contents; in the form of {found.writer}")
-        read = FORMATS[found.head].read
-        assert read is not None, f"{found.head} checkpoints of other projects are not recognised"
-        config, tensors, token_map, embedding = read(files.config, files.tensors, resolver, facts)
+        kind, writer = recognise(files.config, files.tensors)
+        resolver.note("kind", kind, f"by its contents; in the form of {writer}")
+        form = FORMATS[kind]
+        config, tensors, token_map, embedding = read_foreign(form, files.config, files.tensors, resolver, facts)
         resolver.check_all_used()
         _check_dtypes(tensors, resolver)
         head = empty_head(config)
@@ -229,7 +186,7 @@ def import_head(
     except ValueError as error:  # a DraftDirError, or settings that no head can have
         raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
-    meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": config.kind}
+    meta: dict[str, Any] = {"writer": writer, "head": config.kind}
     meta |= config.features.to_dict()
     stated = named_target(files)
     if stated is not None:

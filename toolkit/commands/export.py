@@ -37,11 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else 3,1,4); or mtp-3, mtp-4",
     )
     parser.add_argument(
-        "--token-map",
-        metavar="FILE",
-        help="with --to native: ids to draft, written beside it as freq_N.pt (default: the head's)",
-    )
-    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -83,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
             shape=args.shape,
             settings=settings,
             hub_name=args.push_to_hub,
-            token_map=args.token_map,
         )
     what = "a copy of the target with its module" if args.to == "native" else f"{kind} head for {args.to}"
     print(f"{args.out}: {what}, read back and equal")

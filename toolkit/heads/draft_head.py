@@ -4,7 +4,7 @@ Each kind of head is one module of this folder: a `HeadConfig` (shapes, features
 engines) and a `DraftHead` (parameters, forward, warm start). `head_kinds.py` lists the kinds.
 
 Every kind has a config, a warm start, and an output matrix: its own or the target's. The training unroll and the
-drafter call `first_hidden`, `forward` and `read`.
+drafter call `first_hidden` and `forward`.
 
 Inputs are token-major, without caches, masks or step counters. The caller passes the attention as an argument.
 
@@ -101,16 +101,12 @@ class DraftHead(nn.Module, ABC):
         previous pass; positions [T] int64, all below `reach`. Returns [T, H], the `hidden` of the next pass.
         """
 
-    def read(self, mtp_layer: int, hidden: Tensor) -> Tensor:
-        """The input of the output matrix (the head's or the target's) from `forward`'s output: [..., H] -> [..., H]."""
-        return hidden
-
     def normed(self, states: Tensor) -> Tensor:
-        """Outputs of `read` [..., H] -> the input of the output matrix."""
+        """Outputs of `forward` [..., H] -> the input of the output matrix."""
         return states
 
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix.
+        """Outputs of `forward` [T, H] -> logits [T, D], or the result of `project` with the output matrix.
 
         Only of heads with an output matrix (`config.own_vocabulary`); the target's matrix scores the states of others.
         """

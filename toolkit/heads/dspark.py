@@ -47,8 +47,7 @@ class DSparkConfig(AuxHeadConfig):
     how sure a draft is; confidence_with_markov: from what the bias reads, too. own_output: the head has an output
     matrix; else it scores by the target's. causal: a place of the block sees no later place.
 
-    Raises ValueError for less than two places, a sliding window, a mask token outside of the vocabulary, a confidence
-    that reads a bias which the head lacks, or a cut vocabulary without an output matrix.
+    Raises HeadError for less than two places, a sliding window or a mask token outside of the vocabulary.
     """
 
     kind = "dspark"
@@ -66,36 +65,22 @@ class DSparkConfig(AuxHeadConfig):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.block_size < 2:
-            raise ValueError(f"dspark config: block_size is {self.block_size}; at least 2 is needed")
+            raise HeadError(f"dspark config: block_size is {self.block_size}; at least 2 is needed")
         if self.sliding_window is not None:
-            raise ValueError(
+            raise HeadError(
                 f"dspark config: sliding_window is {self.sliding_window}, but a block sees all its context; leave it "
                 "out"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
+            raise HeadError(
                 f"dspark config: mask_token_id is {self.mask_token_id}; an id below vocab_size, {self.vocab_size}, is "
                 "needed"
-            )
-        if self.markov_rank < 0:
-            raise ValueError(f"dspark config: markov_rank is {self.markov_rank}; 0 (no bias) or more is needed")
-        if self.confidence and self.confidence_with_markov and not self.markov_rank:
-            raise ValueError("dspark config: confidence_with_markov is true, but markov_rank is 0; set it to false")
-        if not self.own_output and self.draft_vocab_size != self.vocab_size:
-            raise ValueError(
-                f"dspark config: draft_vocab_size is {self.draft_vocab_size}, but a head without an output matrix "
-                f"drafts all {self.vocab_size} ids"
             )
 
     @property
     def own_vocabulary(self) -> bool:  # type: ignore[override]
         return self.own_output
-
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        return super().variants() | {"causal"}
 
     @property
     def drafts_at_once(self) -> int:
@@ -124,12 +109,7 @@ class DSparkConfig(AuxHeadConfig):
             settings, config, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, n_layers=n_layers
         )
         given = settings.mask_token_id
-        if given is not None and given >= vocab_size:
-            raise HeadError(f"train.head.mask_token_id is {given}; the target has the ids below {vocab_size}")
         return replace(built, mask_token_id=vocab_size - 1 if given is None else given)
-
-    def serving_keys(self) -> dict[str, Any]:
-        return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}
 
 
 class MarkovHead(nn.Module):
@@ -208,7 +188,7 @@ class DSparkHead(DraftHead):
         """Draft n blocks in one pass; T = n*b, block by block.
 
         embeds [T, H]: of the token x_{t+1} at the first place of a block; the others are not read. hidden: not read.
-        positions [T]: t+1, t+2, .. Returns [T, H], the input of `read`.
+        positions [T]: t+1, t+2, .. Returns [T, H], the input of `after`.
         """
         x = self.queries(embeds)
         cos, sin = self.rope(positions, embeds, reach)
@@ -227,8 +207,8 @@ class DSparkHead(DraftHead):
         return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs of `read` [..., H] and ids [...] of the tokens before the predicted ones -> the input of `logits` and
-        `confident`, [..., H + r]."""
+        """Outputs of `forward` [..., H] and ids [...] of the tokens before the predicted ones -> [..., H + r], the
+        input of `logits` and `confident`."""
         normed, before = self.normed(states), self.before(tokens)
         return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
 

@@ -14,7 +14,7 @@ next feature from (feature of position i, embedding of token i+1). The target's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadConfig
 
 if TYPE_CHECKING:  # serving does not import pydantic
-    from toolkit.train_settings import HeadSettings, UnrollSettings
+    from toolkit.train_settings import UnrollSettings
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,10 @@ class Eagle2Config(HeadConfig):
         """None: the head's output is the target's last hidden state."""
         return None
 
-    @classmethod
-    def from_settings(
-        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
-    ) -> Eagle2Config:
-        return cls.from_target_config(
-            config,
-            vocab_size=vocab_size,
-            num_hidden_layers=settings.layers,
-            sliding_window=settings.sliding_window,
-        )
-
     @staticmethod
     def loss_weights(settings: UnrollSettings) -> tuple[float, float]:
         """The head also learns the next feature (arXiv 2401.15077, section 4.2)."""
         return settings.token_weight, settings.feature_weight
-
-    def serving_keys(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLMEagle"],
-            "model_type": "llama",
-            "bias": self.fc_bias,
-            "qkv_bias": self.attention_bias,
-        }
 
 
 class Eagle2Head(DraftHead):

@@ -13,8 +13,7 @@ i+2:
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +51,8 @@ class Eagle3Config(AuxHeadConfig):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
-
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        return frozenset(one.name for one in fields(cls) if one.default is not MISSING)
-
-    def serving_keys(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": self.num_hidden_layers,
-            "attention_bias": self.attention_bias,
-            "norm_before_residual": self.norm_before_residual,
-        }
 
 
 class DraftLayer(AttendingLayer):

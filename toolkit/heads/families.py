@@ -156,17 +156,17 @@ class NativeFamily:
     tensors of a module begin with. block: what those of its decoder layer begin with. norm None: the module has no last
     norm. embedding, output: repeat the target's embedding and output matrix. count_key: the key of config.json that
     counts the modules. variants: fields of MtpConfig. layer: settings of the decoder layer's configuration. most:
-    modules that are read. refused: why none is.
+    modules that are read. refused: why none is, so that the other parts are not named.
     """
 
     title: str
     model_types: tuple[str, ...]
     root: str
-    enorm: str
-    hnorm: str
-    eh_proj: str
-    norm: str | None
     block: str
+    enorm: str = ""
+    hnorm: str = ""
+    eh_proj: str = ""
+    norm: str | None = None
     embedding: str | None = None
     output: str | None = None
     count_key: str | None = "num_nextn_predict_layers"
@@ -258,10 +258,6 @@ FAMILIES = (
         "MiMo-V2",
         ("mimo_v2", "mimo_v2_flash"),
         root="model.mtp.",
-        enorm="model.mtp.layers.{k}.enorm",
-        hnorm="model.mtp.layers.{k}.hnorm",
-        eh_proj="model.mtp.layers.{k}.eh_proj",
-        norm="model.mtp.layers.{k}.final_layernorm",
         block="model.mtp.layers.{k}.",
         refused="its layers differ in the shape of keys and values, and the engine keeps one shape for a model",
     ),
@@ -269,24 +265,14 @@ FAMILIES = (
         "LongCat-Flash",
         ("longcat_flash",),
         root="model.mtp.",
-        enorm="model.mtp.layers.{k}.enorm.m",
-        hnorm="model.mtp.layers.{k}.hnorm.m",
-        eh_proj="model.mtp.layers.{k}.eh_proj",
-        norm="model.mtp.norm",
         block="model.mtp.layers.{k}.",
-        embedding="model.mtp.embed_tokens.weight",
         refused="its layers attend twice, and the engine keeps keys and values of one attention for a layer",
     ),
     NativeFamily(
         "Step-3.5",
         ("step3p5", "step3p7", "step3p7_text"),
         root="model.layers.{n}.",
-        enorm="model.layers.{n}.enorm",
-        hnorm="model.layers.{n}.hnorm",
-        eh_proj="model.layers.{n}.eh_proj",
-        norm="model.layers.{n}.shared_head.norm",
         block="model.layers.{n}.transformer.",
-        output="model.layers.{n}.shared_head.output.weight",
         refused="transformers has no causal language model of this family",
     ),
 )

@@ -4,16 +4,11 @@ heads that read hidden states of several layers of the target and have an output
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings
-
-
-AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
-LAST_CONVENTION = "the target's last hidden state after its final norm, as its output matrix reads it"
-BEFORE_NORM_CONVENTION = "the target's last hidden state before its final norm"
 
 
 class HeadError(ValueError):
@@ -41,9 +36,7 @@ class Features(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of the `toolkit` block of config.json."""
-        if self.aux_layer_ids is None:
-            return {"features": LAST_CONVENTION if self.after_norm else BEFORE_NORM_CONVENTION}
-        return {"aux_layer_ids": list(self.aux_layer_ids), "aux_layer_ids_convention": AUX_CONVENTION}
+        return {} if self.aux_layer_ids is None else {"aux_layer_ids": list(self.aux_layer_ids)}
 
 
 class EngineNames(NamedTuple):
@@ -62,8 +55,6 @@ class HeadConfig(ABC):
     """The decoder layer's shapes and the target's vocabulary. Each kind of head adds its own fields.
 
     sliding_window: positions that a query of the head's attention sees, including its own; None: all before it.
-    Raises ValueError for a window below 1.
-
     kind: the name in config.json and in recipes. own_vocabulary: the head has its own token map and output matrix;
     otherwise it uses the target's output matrix. in_target: other engines read it only from the target's own
     checkpoint. engine_names: None: no other engine serves it.
@@ -84,10 +75,6 @@ class HeadConfig(ABC):
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
     sliding_window: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window is {self.sliding_window}; at least 1, or null for none, is needed")
 
     # -- for training and serving --------------------------------------------------------------------------------------
 
@@ -150,11 +137,12 @@ class HeadConfig(ABC):
         )
 
     @classmethod
-    @abstractmethod
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Self:
         """Config of a head with these settings for a target of this (text) configuration and `n_layers` layers."""
+        own: dict[str, Any] = {"num_hidden_layers": settings.layers, "sliding_window": settings.sliding_window}
+        return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
     def for_steps(self, steps: int) -> Self:
         """The configuration for a training that unrolls `steps` steps."""
@@ -171,39 +159,13 @@ class HeadConfig(ABC):
 
     # -- config.json ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def serving_keys(self) -> dict[str, Any]:
-        """The config.json keys that other engines read, in addition to the fields."""
-
-    def window_keys(self) -> dict[str, Any]:
-        """The sliding window's keys for vLLM and speculators, which apply it according to `layer_types`."""
-        if self.sliding_window is None:
-            return {}
-        types = ["sliding_attention"] * (self.mtp_layers * self.layers)
-        return {"sliding_window": self.sliding_window, "layer_types": types}
-
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        """Fields that are written only if they differ from their default.
-
-        So the config.json of a plain head has no key that another loader interprets differently."""
-        return frozenset({"sliding_window"})
-
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
-    def stored_values(self) -> dict[str, Any]:
-        """The fields as JSON values, without variants at their default."""
-        plain = {
-            one.name for one in fields(self) if one.name in self.variants() and getattr(self, one.name) == one.default
-        }
-        return {name: value for name, value in self.to_dict().items() if name not in plain}
-
     @classmethod
     def lacking(cls, values: dict[str, Any]) -> list[str]:
-        """Names of the fields that `values` lacks. Variants may be absent."""
-        wanted = (one.name for one in fields(cls) if one.name not in cls.variants())
-        return [name for name in wanted if values.get(name) is None]
+        """Names of the fields without a default that `values` lacks."""
+        return [one.name for one in fields(cls) if one.default is MISSING and values.get(one.name) is None]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -240,7 +202,7 @@ def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AuxHeadConfig(HeadConfig):
-    """`aux_layer_ids` index HF `hidden_states`. num_hidden_layers: decoder layers. Raises ValueError for less than one.
+    """`aux_layer_ids` index HF `hidden_states`. num_hidden_layers: decoder layers.
 
     own_settings: the fields that a recipe's `train.head` sets under the same name."""
 
@@ -251,11 +213,6 @@ class AuxHeadConfig(HeadConfig):
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...]
     num_hidden_layers: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"{self.kind} config: num_hidden_layers is {self.num_hidden_layers}; at least 1 is needed")
 
     @property
     def features(self) -> Features:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # serving does not import pydantic
 LLAMA_LIKE = ("llama",)
 # Errors of a layer that is called in a way that it does not know.
 FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-NormSide = Literal["post_norm", "pre_norm"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,10 @@ class MtpConfig(HeadConfig):
     num_mtp_layers: layer k drafts level k+1; the last one drafts all further levels.
     embedding_first: `eh_proj` reads (embedding, hidden); MiMo-7B reads (hidden, embedding).
     target_hidden: read the target's state before or after its final norm.
-    state: the next layer, or the recursion, reads a layer's state before or after `shared_head.norm`. The output matrix
-        always reads the normed state.
     zero_first_embedding: set the embedding at position 0 to zero (MiMo, and vLLM's DeepSeek).
     final_norm: `shared_head.norm` exists; ERNIE 4.5 has none, and the output matrix reads the layer's own output.
     layer_config: the configuration of the decoder layers (`families.layer_config`); None: Llama's layer, by the
         sizes of this configuration.
-    Raises ValueError for an unknown variant or less than one layer.
     """
 
     kind = "mtp"
@@ -62,24 +58,10 @@ class MtpConfig(HeadConfig):
 
     num_mtp_layers: int = 1
     embedding_first: bool = True
-    target_hidden: NormSide = "post_norm"
-    state: NormSide = "post_norm"
+    target_hidden: Literal["post_norm", "pre_norm"] = "post_norm"
     zero_first_embedding: bool = False
-    attention_bias: bool = False
     final_norm: bool = True
     layer_config: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("target_hidden", "state"):
-            if getattr(self, name) not in ("post_norm", "pre_norm"):
-                raise ValueError(f"mtp config: {name} is {getattr(self, name)!r}; post_norm or pre_norm is needed")
-        if self.num_mtp_layers < 1:
-            raise ValueError(f"mtp config: num_mtp_layers is {self.num_mtp_layers}; at least 1 is needed")
-
-    @classmethod
-    def variants(cls) -> frozenset[str]:
-        return super().variants() | {"final_norm", "layer_config"}
 
     @property
     def features(self) -> Features:
@@ -106,14 +88,6 @@ class MtpConfig(HeadConfig):
                 )
             own |= _family_settings(config, settings.layers)
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
-
-    def serving_keys(self) -> dict[str, Any]:
-        # No other engine serves MTP layers apart from their target, so no existing architecture name fits.
-        return {
-            "architectures": ["MtpDraftHead"],
-            "model_type": "mtp_draft_head",
-            "num_nextn_predict_layers": self.num_mtp_layers,
-        }
 
 
 def _family_settings(config: Any, layers: int) -> dict[str, Any]:
@@ -159,7 +133,7 @@ class MtpHead(DraftHead):
         self._family_rope: FamilyRope | None = None
         if config.layer_config is None:
             layers: Iterable[nn.Module] = (
-                DecoderLayer(config, attention_bias=config.attention_bias) for _ in range(config.num_mtp_layers)
+                DecoderLayer(config, attention_bias=False) for _ in range(config.num_mtp_layers)
             )
             norm: Callable[..., nn.Module] = RMSNorm
             self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
@@ -180,11 +154,7 @@ class MtpHead(DraftHead):
             x = layer(x, *self.rope(positions, embeds, reach), attend)
         else:
             x = run_layer(layer, x, self._family_rope(positions, x), positions, attend)
-        return self._normed(mtp_layer, x) if config.state == "post_norm" else x
-
-    def read(self, mtp_layer: int, hidden: Tensor) -> Tensor:
-        """A layer's state [..., H] after its last norm, the input of the target's output matrix."""
-        return hidden if self.config.state == "post_norm" else self._normed(mtp_layer, hidden)
+        return layer.shared_head["norm"](x) if config.final_norm else x
 
     def kv_sizes(self) -> KVSizes:
         if self._family_rope is None:
@@ -207,9 +177,6 @@ class MtpHead(DraftHead):
     def layer(self, number: int) -> Any:
         """MTP layer `number`: a decoder layer with the parts of `add_mtp_parts`."""
         return self.layers[number]
-
-    def _normed(self, mtp_layer: int, x: Tensor) -> Tensor:
-        return self.layer(mtp_layer).shared_head["norm"](x) if self.config.final_norm else x
 
     def _normed_pair(self, layer: Any, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The input of `eh_proj`: [T, H] and [T, H] -> [T, 2H]."""

@@ -18,7 +18,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.checkpoint.open_head import FORMATS, Formats
+from toolkit.checkpoint.open_head import why_not_written
 from toolkit.errors import PlanError
 from toolkit.heads.draft_head import build_head
 from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment
@@ -162,9 +162,9 @@ def settings_text(
 
 def check_servable(engine: str, draft: DraftCheckpoint) -> None:
     """Raise `PlanError` for a head that the engine cannot serve."""
-    formats = FORMATS.get(draft.kind, Formats())
-    if engine not in formats.builders and not draft.head.config.in_target:
-        raise PlanError(f"{draft.path} holds a {draft.kind} head, which {engine} cannot serve: {formats.why_not}")
+    why = None if draft.head.config.in_target else why_not_written(draft, engine)
+    if why is not None:
+        raise PlanError(f"{draft.path} holds a {draft.kind} head, which {engine} cannot serve: {why}")
 
 
 def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:

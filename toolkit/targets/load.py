@@ -97,11 +97,10 @@ def read_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype is {dtype!r}; expected one of auto, {', '.join(DTYPES)}")
-    name, revision = split_revision(str(name), revision)
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
-    template = choose_template(tokenizer, chat_template, name)
+    template = choose_template(tokenizer, chat_template, str(name))
     wanted = DTYPES.get(dtype) or auto_dtype(config)
     if is_stand_in(name):
         model = random_model(config, wanted, device)
@@ -111,7 +110,7 @@ def read_target(
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
     target = Target(
-        model=model, tokenizer=tokenizer, name=full_name(name), revision=resolved, dtype=wanted, template=template
+        model=model, tokenizer=tokenizer, name=full_name(str(name)), revision=resolved, dtype=wanted, template=template
     )
     _check_logits(target)
     return target
@@ -122,7 +121,7 @@ def load_config(name: str | Path, revision: str | None = None) -> tuple[Pretrain
 
     Takes the same names as `read_target`. Raises `TargetError`.
     """
-    source, resolved = _locate(*split_revision(str(name), revision))
+    source, resolved = _locate(name, revision)
     return _load_config(source, resolved), source, resolved
 
 
@@ -130,7 +129,7 @@ def load_tokenizer(
     name: str | Path, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a target; takes the same names as `read_target`. Raises `TargetError`."""
-    source, resolved = _locate(*split_revision(str(name), revision))
+    source, resolved = _locate(name, revision)
     tokenizer = _load_tokenizer(source, resolved)
     choose_template(tokenizer, chat_template, str(name))
     return tokenizer
@@ -142,7 +141,7 @@ def load_weights(target: Target, name: str | Path, revision: str | None = None) 
     Takes the same names as `read_target`; a tokenizer is not read. Raises `TargetError`, also if the configuration is
     not that of the target.
     """
-    source, resolved = _locate(*split_revision(str(name), revision))
+    source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     own, other = (comparable_config(one.get_text_config(decoder=True)) for one in (target.model.config, config))
     differing = sorted(key for key in (own.keys() | other.keys()) - UNREAD if own.get(key) != other.get(key))
@@ -168,9 +167,10 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     return found["name"], found["revision"]
 
 
-def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
+def _locate(name: str | Path, revision: str | None) -> tuple[str, str | None]:
     """The directory or hub id of `name` for transformers, and its revision: None for a directory, the hash of a GGUF
     file, or the hub's commit."""
+    name, revision = split_revision(str(name), revision)
     path = Path(name).expanduser()
     if name == DEMO_NAME:  # a folder of that name is ./smollm2-135m
         directory = demo_directory()

@@ -217,7 +217,7 @@ def unroll(
             hidden, attentions[mtp_layer] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden, attentions[mtp_layer] = run(hidden)
-        yield head.read(mtp_layer, hidden).view(batch, -1, width)
+        yield hidden.view(batch, -1, width)
 
 
 def _one_pass(
@@ -333,4 +333,4 @@ def unroll_blocks(
         states = checkpoint(run, features, use_reentrant=False, preserve_rng_state=False)
     else:
         states = run(features)
-    yield from head.read(0, states).view(batch, -1, size, width).unbind(2)[first_draft : first_draft + steps]
+    yield from states.view(batch, -1, size, width).unbind(2)[first_draft : first_draft + steps]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, check_draft_sizes, rope_difference
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits, rope_difference
 from toolkit.checkpoint.files import weights_sha256
 from toolkit.checkpoint.open_head import open_head
 from toolkit.data.batches import Batch
@@ -125,31 +125,24 @@ def _regress(
 ) -> None:
     """Solve for `start.solved` by ridge regression."""
     columns, positions = start.solved.in_features, 0
+    read = head.config.features.layer_ids(target.n_layers) or (None,)
+    counted = head.config.regressed_layer
+    wanted = None if counted is None else target.n_layers - counted
     gram, cross = (
         torch.zeros(columns, width, dtype=torch.float64, device=target.device)
         for width in (columns, target.hidden_size)
     )
-    for batch, read, wanted in _inputs_and_labels(head, target, batches, stored):
+    for batch, inputs in _states(target, {*read, wanted}, batches, stored):
         pairs = answer_pairs(batch, target.device)
         embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs].float()
-        x = start.solved_reads(embeds, read[:, :-1][pairs].float())
-        states = wanted[:, 1:] if start.ahead else wanted[:, :-1]
+        features = torch.cat([inputs[layer] for layer in read], dim=-1)
+        x = start.solved_reads(embeds, features[:, :-1][pairs].float())
+        states = inputs[wanted][:, 1:] if start.ahead else inputs[wanted][:, :-1]
         gram += (x.T @ x).double()
         cross += (x.T @ states[pairs].float()).double()
         positions += len(x)
     if positions:
         start.solved.weight.copy_(_solve(gram / positions, cross / positions).T)
-
-
-def _inputs_and_labels(
-    head: DraftHead, target: Target, batches: list[Batch], stored: StoredFeatures | None
-) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Every batch with the features [B, L, W] that the head reads, and the states [B, L, H] that the fit predicts."""
-    read = head.config.features.layer_ids(target.n_layers) or (None,)
-    counted = head.config.regressed_layer
-    wanted = None if counted is None else target.n_layers - counted
-    for batch, states in _states(target, {*read, wanted}, batches, stored):
-        yield batch, torch.cat([states[layer] for layer in read], dim=-1), states[wanted]
 
 
 def _states(
@@ -402,10 +395,7 @@ def open_init(settings: TrainSettings, target: Target | TargetFacts) -> InitHead
             f"train.init = {name} is a head of kind {draft.kind}, but train.head.kind is {settings.head.kind}; set "
             f"train.head.kind={draft.kind}"
         )
-    if isinstance(target, Target):
-        check_draft_fits(draft, target)
-    else:  # its weights are not loaded here; the training compares the embedding
-        check_draft_sizes(draft, target)
+    check_draft_fits(draft, target)
     with_head_settings(settings, draft.head.config)
     differs = rope_difference(draft.head.config, full_attention_rope(target.config))
     if differs:

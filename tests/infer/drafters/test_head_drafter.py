@@ -63,7 +63,7 @@ class Dense:
             follow = torch.tensor(sequence[1 + layer :][: len(hidden)])
             positions = torch.arange(len(hidden))
             state = self.head(self.target.embed_tokens(follow), hidden, positions, sdpa, len(hidden), layer)
-        last = self.head.read(layer, state[-1])
+        last = state[-1]
         scores = self.head.logits(last) if self.head.config.own_vocabulary else self.target.logits(last)[self.ids]
         return scores.float().log_softmax(-1)
 

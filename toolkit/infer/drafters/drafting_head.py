@@ -92,7 +92,7 @@ class DraftingHead:
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
         with using(self.ops):
-            states = self.module.normed(self.module.read(stage, hidden))
+            states = self.module.normed(hidden)
         scores: Tensor = self.scores(states)
         return scores
 
