@@ -19,7 +19,7 @@ from toolkit.data import server_pool
 from toolkit.data.conversations import Conversation
 from toolkit.data.generation import NO_ROUND_TRIP, REFUSED, GenerationRequest, GenerationResult
 from toolkit.data.rollouts import write_rollouts
-from toolkit.data.server_pool import ServerError, ServerPool, same_model, server_urls
+from toolkit.data.server_pool import ServerError, open_servers, same_model, server_urls
 from toolkit.jsonl import read_rows
 from toolkit.recipe import RolloutSettings
 from toolkit.targets.facts import ServedTarget
@@ -150,7 +150,7 @@ def expected(tokenizer: PreTrainedTokenizerFast, requests: list[GenerationReques
 
 
 def answers(target: ServedTarget, requests: list[GenerationRequest], per_server: int = 4) -> list[GenerationResult]:
-    with ServerPool(target, per_server) as pool:
+    with open_servers(target, per_server) as pool:
         return [result for _, result in sorted(pool.generate(requests), key=lambda one: one[0])]
 
 
@@ -163,7 +163,7 @@ def write(target, tokenizer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
     def call(*servers: FakeServer, given: Any = PROMPTS, per_server: int = 4, name: str = "r.jsonl") -> dict[str, Any]:
         settings, own = RolloutSettings(max_tokens=20, held_out=0.1), target(*servers)
-        with ServerPool(own, per_server) as pool:
+        with open_servers(own, per_server) as pool:
             return write_rollouts(
                 given, pool.generate, tokenizer, settings, tmp_path / name, target="t", seed=0, max_context=300
             )

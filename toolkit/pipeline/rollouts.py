@@ -13,7 +13,7 @@ from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import Conversation, read_conversations, user_turns, write_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
-from toolkit.data.server_pool import ServerPool
+from toolkit.data.server_pool import open_servers
 from toolkit.data.synthesis import synthesise_prompts
 from toolkit.infer.drafters.choose_drafter import default_shape
 from toolkit.infer.engine.config import EngineConfig
@@ -92,7 +92,7 @@ def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: i
 @contextmanager
 def _generate(target: Target | ServedTarget, at_once: int) -> Iterator[GenerateFn]:
     if isinstance(target, ServedTarget):
-        with ServerPool(target, at_once) as pool:
+        with open_servers(target, at_once) as pool:
             yield pool.generate
         return
     engine = build_engine(EngineConfig(max_running_requests=at_once, prefix_cache=False), target).engine
@@ -143,45 +143,9 @@ def answer_prompts(
     Raises `PipelineError` for a draft head with servers.
     """
     conversations = read_conversations(prompts)
-    if isinstance(target, ServedTarget):
-        if draft_dir is not None:
-            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
-        with ServerPool(target, settings.max_running_requests) as pool:
-            # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
-            per_wave = ROUNDS_PER_WAVE * pool.at_once
-            return _write(pool.generate, target, settings, seed, conversations, out, pool.max_context, per_wave)
-    draft = None
-    if draft_dir is not None:
-        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
-    config = EngineConfig(
-        shape=None if draft is None else default_shape(draft).as_text(),
-        verify="target",
-        deterministic=settings.deterministic,
-        max_running_requests=settings.max_running_requests,
-        prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
-        disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
-    )
-    engine = build_engine(config, target, draft).engine
-    keeping = nullcontext() if capture is None else capture(engine, conversations)
-    try:
-        with keeping as on_end:
-            generate = engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end)
-            return _write(generate, target, settings, seed, conversations, out, engine.context_length)
-    finally:
-        engine.close()
-
-
-def _write(
-    generate: GenerateFn,
-    target: Target | ServedTarget,
-    settings: RolloutSettings,
-    seed: int,
-    conversations: Sequence[Conversation],
-    out: Path,
-    max_context: int,
-    per_wave: int = 0,
-) -> str:
-    with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
+    writer = _writer(target, settings, conversations, draft_dir, capture)
+    bar = progress_bar("rollouts", "conversation", len(conversations), "tokens")
+    with writer as (generate, max_context, per_wave), bar as show:
         stats = write_rollouts(
             conversations,
             generate,
@@ -196,3 +160,39 @@ def _write(
             per_wave=per_wave,
         )
     return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"
+
+
+@contextmanager
+def _writer(
+    target: Target | ServedTarget,
+    settings: RolloutSettings,
+    conversations: Sequence[Conversation],
+    draft_dir: Path | None,
+    capture: Capture | None,
+) -> Iterator[tuple[GenerateFn, int, int]]:
+    """Yields what writes the answers, the context length in tokens, and the conversations of a wave at least."""
+    if isinstance(target, ServedTarget):
+        if draft_dir is not None:
+            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
+        with open_servers(target, settings.max_running_requests) as pool:
+            # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
+            yield pool.generate, pool.max_context, ROUNDS_PER_WAVE * pool.at_once
+        return
+    draft = None
+    if draft_dir is not None:
+        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
+    config = EngineConfig(
+        shape=None if draft is None else default_shape(draft).as_text(),
+        verify="target",
+        deterministic=settings.deterministic,
+        max_running_requests=settings.max_running_requests,
+        prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
+        disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
+    )
+    engine = build_engine(config, target, draft).engine
+    try:
+        with nullcontext() if capture is None else capture(engine, conversations) as on_end:
+            draft_used = None if draft_dir is None else str(draft_dir)
+            yield engine_generate(engine, draft_used, on_end), engine.context_length, 0
+    finally:
+        engine.close()

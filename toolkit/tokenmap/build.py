@@ -9,7 +9,7 @@ stores offsets. FR-Spec (arXiv 2502.14856) ranks ids the same way on any corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,38 +69,6 @@ def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
     """Return the share of all counted tokens whose id is among `ids` (unique); 0.0 when nothing was counted."""
     total = int(counts.sum())
     return int(counts[ids].sum()) / total if total else 0.0
-
-
-def coverage_table(
-    counts: torch.Tensor,
-    sizes: Iterable[int],
-    forced_ids: Sequence[int] = (),
-    held_out: torch.Tensor | None = None,
-    corpora: Mapping[str, torch.Tensor] | None = None,
-) -> list[dict[str, Any]]:
-    """Return one row per vocabulary size, ascending: the share covered, and how many of the kept ids occur.
-
-    `held_out` [V]: counts of text that is not ranked; each row then has the share of it that is covered, too.
-    corpora: counts [V] by name; each row then has their shares by name as `by_corpus`.
-    """
-    order = rank_ids(counts, forced_ids)
-    ranked = counts[order]
-    covered = ranked.cumsum(0)
-    occurring = (ranked > 0).cumsum(0)
-    held_out_sums = None if held_out is None else held_out[order].cumsum(0)
-    each = {name: one[order].cumsum(0) for name, one in (corpora or {}).items()}
-    rows: list[dict[str, Any]] = []
-    for size in sorted(set(sizes)):
-        rows.append({"size": size, "coverage": _share(covered, size), "distinct": int(occurring[size - 1])})
-        if held_out_sums is not None:
-            rows[-1]["held_out_coverage"] = _share(held_out_sums, size)
-        if each:
-            rows[-1]["by_corpus"] = {name: _share(one, size) for name, one in each.items()}
-    return rows
-
-
-def _share(cumulated: torch.Tensor, size: int) -> float:
-    return int(cumulated[size - 1]) / max(int(cumulated[-1]), 1)
 
 
 def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:

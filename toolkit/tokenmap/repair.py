@@ -9,9 +9,9 @@ import torch
 
 from toolkit.errors import TokenMapError
 from toolkit.tokenmap.build import rank_ids
-from toolkit.tokenmap.files import load_token_map, read_freq_list
+from toolkit.tokenmap.files import read_freq_list
 from toolkit.tokenmap.token_map import TokenMap, some
-from toolkit.weights import WeightsError, load_tensors
+from toolkit.weights import load_tensors
 
 FILE_NAMES = ("token_map.safetensors", "model.safetensors")
 
@@ -19,7 +19,7 @@ FILE_NAMES = ("token_map.safetensors", "model.safetensors")
 def read_ids(path: str | Path) -> torch.Tensor:
     """Read the ids [D] of a freq_N.pt as they stand in it, or of a .safetensors file with d2t.
 
-    A folder is one that `toolkit build-token-map` wrote, or a draft directory. Raises `TokenMapError`.
+    A folder is one that `toolkit build-token-map` wrote, or a draft directory. Raises `TokenMapError`, `WeightsError`.
     """
     path = Path(path)
     if path.is_dir():
@@ -31,15 +31,10 @@ def read_ids(path: str | Path) -> torch.Tensor:
         raise TokenMapError(f"{path} does not exist; give a freq_N.pt, a token_map.safetensors or a draft directory")
     if path.suffix != ".safetensors":
         return read_freq_list(path)
-    if path.name == FILE_NAMES[0]:
-        return load_token_map(path).ids
-    try:
-        tensors = load_tensors(path)
-    except WeightsError as error:
-        raise TokenMapError(str(error)) from error
-    if "d2t" not in tensors:
+    d2t = load_tensors(path).get("d2t")
+    if d2t is None:
         raise TokenMapError(f"{path} has no d2t: this head drafts all ids of its target")
-    return tensors["d2t"].long() + torch.arange(tensors["d2t"].numel())
+    return d2t.long() + torch.arange(d2t.numel())
 
 
 def problems_of(ids: torch.Tensor, vocab_size: int | None = None, forced_ids: Sequence[int] = ()) -> list[str]:
