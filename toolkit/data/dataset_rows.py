@@ -48,9 +48,11 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
     try:
         if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
-        return rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW) if streamed and seed is not None else rows
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
+        window = {"buffer_size": SHUFFLE_WINDOW} if isinstance(rows, datasets.IterableDataset) else {}
+        return rows if seed is None else rows.shuffle(seed=seed, **window)
     except _loading_errors() as error:
         raise DataError(
             f"{source}: split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: {error}); "
@@ -58,18 +60,8 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
         ) from error
 
 
-def row_on_disk(source: str, rows: Any, at: int) -> Row:
-    """Read row `at` of a `Dataset`. Raises `DataError` when it cannot be read."""
-    try:
-        return f"{source} row {at}", dict(rows[at])
-    except _loading_errors() as error:
-        raise DataError(
-            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); download the dataset again"
-        ) from error
-
-
 def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield the rows of a streamed dataset. Raises `DataError` when the download fails, which may happen at any row."""
+    """Yield the rows of a dataset. Raises `DataError` when one cannot be read: a download may fail at any row."""
     at = 0
     try:
         for at, row in enumerate(rows, 1):

@@ -59,7 +59,6 @@ def write_rollouts(
     temperatures: Mapping[str, float] | None = None,
     more_provenance: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
-    may_be_empty: bool = False,
     per_wave: int = 0,
 ) -> dict[str, Any]:
     """Answer the user turns of `conversations`, write the rows to the .jsonl file `out_path`, return the statistics.
@@ -72,15 +71,12 @@ def write_rollouts(
     `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
     Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about
     300 bytes per conversation.
-    Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
-    conversation becomes a rollout (unless `may_be_empty`, for one process's share).
+    Raises `DataError` when the file holds rollouts of other prompts or settings.
     """
     paths = RolloutPaths(Path(out_path))
     ids = conversations.ids if isinstance(conversations, Conversations) else [one.id for one in conversations]
     places = {name: at for at, name in enumerate(ids)}
-    if len(places) < len(ids):
-        repeated = [name for name, count in Counter(ids).items() if count > 1]
-        raise DataError(f"{len(repeated)} conversation ids are repeated ({repeated[:3]}); give each its own id")
+    assert len(places) == len(ids), "ids of conversations are unique"
     provenance = {
         "target": target,
         "temperature": settings.temperature,
@@ -113,7 +109,7 @@ def write_rollouts(
                     on_progress(tally.ended, len(places), tally.written_tokens)
     if temperatures is not None:
         provenance["temperature"] = sorted({provenance_of(name)["temperature"] for name in places})
-    return write_stats(paths, tally, len(places), provenance, settings.held_out, may_be_empty=may_be_empty)
+    return write_stats(paths, tally, len(places), provenance, settings.held_out)
 
 
 @dataclass
@@ -375,29 +371,16 @@ def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], as
 
 
 def write_stats(
-    paths: RolloutPaths,
-    tally: Tally,
-    total: int,
-    provenance: Mapping[str, Any],
-    held_out: float,
-    *,
-    may_be_empty: bool = False,
+    paths: RolloutPaths, tally: Tally, total: int, provenance: Mapping[str, Any], held_out: float
 ) -> dict[str, Any]:
-    """Write and return the statistics; warn about skipped rollouts. Raises `DataError` when no row was written."""
-    rollouts = tally.counts["rollouts"]
-    if not rollouts and not may_be_empty:
-        raise DataError(
-            f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
-            "give shorter prompts, another target, or servers that return token ids (no_round_trip) or have room for "
-            "these prompts (refused)"
-        )
+    """Write and return the statistics; warn about skipped conversations, and about an empty held-out split."""
     if tally.skipped or tally.shortened:
         logger.warning(
             f"{paths.rows}: of {total} conversations {tally.skipped.total()} were skipped {dict(tally.skipped)}, "
             f"{tally.shortened.total()} shortened {dict(tally.shortened)}"
         )
     if held_out > 0 and not tally.splits["held_out"]:
-        logger.warning(f"{paths.rows}: none of {rollouts} rollouts is held out at a share of {held_out}")
+        logger.warning(f"{paths.rows}: no rollout is held out at a share of {held_out}")
     last_run = {
         "tokens": tally.written_tokens,
         "seconds": round(tally.seconds, 3),

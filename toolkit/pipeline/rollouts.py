@@ -36,7 +36,7 @@ Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEn
 
 def prompts_stage(run: Run) -> str:
     """The prompts of a run. Returns a headline."""
-    return write_prompts(run.writing_target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
+    return write_prompts(run.target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
 
 
 def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
@@ -114,7 +114,7 @@ def rollouts_stage(run: Run) -> str:
             captured_features, settings=run.recipe.train, max_tokens=settings.max_tokens, folder=folder / FEATURES
         )
     headline = answer_prompts(
-        run.writing_target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
+        run.target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
     )
     splits = read_json(folder / ROLLOUTS_STATS)["splits"]
     absent = [name for name, count in splits.items() if not count]
@@ -140,7 +140,7 @@ def answer_prompts(
     Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
 
     capture: keeps features, given the engine and the conversations (see feature_capture.py); not with servers.
-    Raises `PipelineError` for a draft head with servers.
+    Raises `PipelineError` for a draft head with servers, and when no conversation becomes a rollout.
     """
     conversations = read_conversations(prompts)
     writer = _writer(target, settings, conversations, draft_dir, capture)
@@ -158,6 +158,12 @@ def answer_prompts(
             more_provenance=None if settings.server_model is None else {"server_model": settings.server_model},
             on_progress=show,
             per_wave=per_wave,
+        )
+    if not stats["rollouts"]:
+        raise PipelineError(
+            f"none of {len(conversations)} conversations became a rollout (skipped: {stats['skipped']}); give shorter "
+            "prompts, another target, or servers that return token ids (no_round_trip) or have room for these prompts "
+            "(refused)"
         )
     return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"
 

@@ -55,34 +55,24 @@ class Run:
         return Path(self.recipe.run_dir)
 
     @cached_property
-    def target(self) -> Target:
-        """The target that writes prompts and rollouts, loaded once for both.
+    def target(self) -> Target | ServedTarget:
+        """The target that writes prompts and rollouts, loaded once for both; without weights where servers run it.
 
         Mistakes in the recipe that only later stages would find are found here, before hours of work:
         raises `DataError`, `DraftShapeError`, `RecipeError`, `TargetError`.
         """
-        self.check_bench()
-        self.check_processes()
-        # Stored features are in the dtype of the training's target; training would discard those of another dtype.
-        target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
-        check_head_fits(target, self.recipe.train)
-        return target
-
-    @property
-    def writing_target(self) -> Target | ServedTarget:
-        """The target that writes prompts and rollouts: without weights where servers run it. Raises as `target`."""
-        rollouts = self.recipe.rollouts
-        if not rollouts.server:
-            return self.target
         from toolkit.targets.facts import served_target
 
         self.check_bench()
         self.check_processes()
-        chosen = self.recipe.target
-        target = served_target(
-            chosen.model, chosen.revision, rollouts.server, rollouts.server_model, chosen.chat_template
-        )
-        check_head_fits(target.facts, self.recipe.train)
+        chosen, rollouts, template = self.recipe.target, self.recipe.rollouts, self.recipe.target.chat_template
+        if rollouts.server:
+            served = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model, template)
+            check_head_fits(served.facts, self.recipe.train)
+            return served
+        # Stored features are in the dtype of the training's target; training would discard those of another dtype.
+        target = self.load_target("training" if rollouts.keep_features else "rollouts")
+        check_head_fits(target, self.recipe.train)
         return target
 
     def check_bench(self) -> None:

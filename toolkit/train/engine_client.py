@@ -212,7 +212,6 @@ class FreshRollouts:
                 max_context=engine.context_length,
                 temperatures=temperatures,
                 more_provenance={"step": step},
-                may_be_empty=True,
             )
 
         config = EngineConfig(
