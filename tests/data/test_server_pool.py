@@ -248,14 +248,6 @@ def test_errors_that_pass(start, target, requests, expected) -> None:
     assert len(server.asked) + len(steady.asked) == COUNT + len(faults)
 
 
-def test_a_server_that_dies(start, target, requests, expected) -> None:
-    """Its requests go to the others, those that it had as well."""
-    dying, other = start(), start()
-    dying.die_after = 5
-    assert [one.output_ids for one in answers(target(dying, other), requests)] == expected
-    assert len(other.asked) >= COUNT - 5 - 4
-
-
 def test_a_server_that_was_down_joins(start, target, requests, expected) -> None:
     """Rollouts begin while a machine still loads the model."""
     first, gone = start(), start()
@@ -359,8 +351,7 @@ def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) 
 
 
 def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, write, tmp_path, caplog) -> None:
-    """Its card states no context length. Even if the first request is refused, the others are answered; where the first
-    20 are, the run ends with an error."""
+    """Its card states no context length. Even if the first request is refused, the others are answered."""
     server, refused = start(), (0, 5)
     server.cards = [{"id": "tiny"}]
     given = list(PROMPTS)
@@ -375,11 +366,6 @@ def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, write, tmp_pat
     assert [row["id"] for row in rows] == ["c0", "c5"] and all(row["prompt_tokens"] > 59 for row in rows)
     assert len(server.asked) == COUNT and caplog.text.count("exceeds the available context size") == 1
     assert write(start(), given=given)["skipped"] == {}, "a server with more room is not asked"
-    (tmp_path / "r.jsonl").unlink()
-    server.fault = lambda number: (400, {}, {"error": {"message": "top_k is wrong"}})
-    server.asked.clear()
-    with pytest.raises(ServerError, match="top_k is wrong.*so it did to the first 20 requests"):
-        write(server)
 
 
 def test_urls(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 import json
 
 import numpy as np
-import pytest
 import torch
 
 from toolkit.tokenmap.build import build_token_map
-from toolkit.tokenmap.counts import Corpus, CorpusCounts, Counts, load_counts
+from toolkit.tokenmap.counts import Counts, Part, load_counts
 from toolkit.tokenmap.files import (
     load_freq_list,
     load_token_map,
@@ -13,7 +12,7 @@ from toolkit.tokenmap.files import (
     write_map_files,
     write_stage,
 )
-from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.tokenmap.token_map import TokenMap
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -34,21 +33,11 @@ def test_ranked_lists_and_tensors_of_others_are_read(tmp_path):
     assert load_freq_list(tmp_path / "ranked.pt", 10) == load_freq_list(tmp_path / "tensor.pt", 10) == TOKEN_MAP
 
 
-def test_a_list_with_a_duplicate_is_refused(tmp_path):
-    """The published FR-Spec builder writes a second BOS id; such a file must not be served."""
-    torch.save([1, 4, 4], tmp_path / "freq.pt")
-    with pytest.raises(TokenMapError, match="freq.pt: 1 duplicate"):
-        load_freq_list(tmp_path / "freq.pt", 10)
-
-
 def counts_of(*counted: torch.Tensor, forced_ids: tuple[int, ...] = (), held_out: bool = False) -> Counts:
     """Counts of one corpus for each tensor; the last one is held out if asked for."""
-    corpora = []
-    for at, one in enumerate(counted):
-        own = {(False, "math"): one}
-        corpora.append(CorpusCounts(Corpus(f"c{at}", at + 1), own, 7, held_out and at == len(counted) - 1))
-    about = {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t", "roles": ["user"]}
-    return Counts(tuple(corpora), about)
+    last = len(counted) - 1
+    parts = [Part(f"c{at}", at + 1, held_out and at == last, "math", one) for at, one in enumerate(counted)]
+    return Counts(tuple(parts), {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t"})
 
 
 def test_stage_folder_holds_all_files(tmp_path):
