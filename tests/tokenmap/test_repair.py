@@ -32,10 +32,9 @@ def test_each_problem_is_named():
         # 12 is the most frequent of the other ids and takes the duplicate's place.
         (PUBLISHED, COUNTS, [1, 2, 4, 7, 9, 12]),
         (PUBLISHED, None, [1, 2, 4, 7, 9]),
-        # The special ids 0 and 2 replace the least frequent: 7 by its count, or 4 and 7 as the end of a ranked list.
-        (torch.tensor([9, 1, 7, 4]), None, [0, 1, 2, 9]),
-        # An ascending list says nothing of frequency: no id is given up.
-        (torch.tensor([1, 4, 7, 9]), None, [0, 1, 2, 4, 7, 9]),
+        # The special ids 0 and 2 replace the least frequent by their counts; without counts no id is given up.
+        (torch.tensor([9, 1, 7, 4]), COUNTS, [0, 1, 2, 9]),
+        (torch.tensor([9, 1, 7, 4]), None, [0, 1, 2, 4, 7, 9]),
     ],
 )
 def test_repaired_maps(ids, counts, kept):

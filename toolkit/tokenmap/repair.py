@@ -64,9 +64,8 @@ def repaired(
     """Return the map of the valid ids in `ids` [D] and of the forced ids.
 
     With `counts` [V] the map keeps its size D: the most frequent other ids replace those that were dropped, and the
-    least frequent of `ids` make room for forced ones. Without counts it becomes smaller by the ids that are dropped.
-    Forced ids are then added to an ascending list; in a list of another order, which is a ranking by frequency, they
-    replace the last ids. Raises `TokenMapError` when half of the list or more is outside the vocabulary.
+    least frequent of `ids` make room for forced ones. Without counts no valid id is given up.
+    Raises `TokenMapError` when half of the list or more is outside the vocabulary.
     """
     valid = ids[(ids >= 0) & (ids < vocab_size)].tolist()
     if 2 * len(valid) <= ids.numel():
@@ -74,12 +73,8 @@ def repaired(
             f"only {len(valid)} of the list's {ids.numel()} ids are in the vocabulary [0, {vocab_size}): it is of "
             "another tokenizer, whose ids mean other texts here; build a map for this target from texts"
         )
-    kept = list(dict.fromkeys([*sorted(set(forced_ids)), *valid]))
-    forced = len(set(forced_ids))
-    if counts is not None:
-        own = torch.tensor(kept[forced:], dtype=torch.int64)
-        own = own[torch.sort(counts[own], descending=True, stable=True).indices]
-        kept = list(dict.fromkeys([*kept[:forced], *own.tolist(), *rank_ids(counts).tolist()]))
-    is_ranked = bool((ids[1:] < ids[:-1]).any())
-    size = max(ids.numel(), forced) if counts is not None or is_ranked else len(kept)
-    return TokenMap.from_ids(kept[:size], vocab_size)
+    forced, own = set(forced_ids), set(valid)
+    if counts is None:
+        return TokenMap.from_ids(forced | own, vocab_size)
+    ranked = sorted(rank_ids(counts, forced_ids).tolist(), key=lambda one: (one not in forced, one not in own))
+    return TokenMap.from_ids(ranked[: max(ids.numel(), len(forced))], vocab_size)
