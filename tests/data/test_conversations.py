@@ -151,9 +151,7 @@ def test_datasets_from_a_directory(
     folder = tmp_path / "files"
     folder.mkdir()
     write(folder / "train.jsonl", rows)
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
-    for source in (f"hub:{folder}:train", str(folder), str(saved), f"hub:{saved}"):
+    for source in (f"hub:{folder}:train", str(folder)):
         read = read_conversations(source, limit=limit, seed=seed)
         assert len(read) == len({one.messages[0]["content"] for one in read}) == (limit or 5)
     with pytest.raises(DataError, match="split 'nope'"):
@@ -185,11 +183,9 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]
     assert f"2 of {5 if limit is None else 4} rows were skipped; the first: " in caplog.text
     assert "row 1: none of the 0 messages is a user message" in caplog.text
-    # The limit counts conversations, not rows, also on disk, in order or sampled.
-    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-    for seed in (None, 0, 1, 2):
-        stored = [one.messages[0]["content"] for one in read_conversations(tmp_path / "saved", limit=limit, seed=seed)]
-        assert len(set(stored)) == len(kept) and (stored == kept or seed is not None)
+    if limit is not None:  # the limit counts conversations, not rows, also of a sample
+        sample = read_conversations(tmp_path / "files", limit=limit, seed=1)
+        assert len({one.messages[0]["content"] for one in sample}) == limit
     with pytest.raises(DataError, match="none of the 0 messages"):
         read_conversations(tmp_path / "files" / "train.jsonl", limit=limit)
 

@@ -61,8 +61,8 @@ def read_conversations(
 ) -> Conversations:
     """Read the conversations of one or more sources.
 
-    A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load (or wrote with
-    `save_to_disk`), or `hub:org/name[/config][:split]` (split "train" by default; a local path works like org/name).
+    A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load, or
+    `hub:org/name[/config][:split]` (split "train" by default; a local path works like org/name).
     `limit` takes the first conversations, or a random sample when `seed` is given. Several sources are interleaved.
     Repeated ids get a number (`id#2`). Raises `DataError` with file:line for a row of a file that is no conversation.
     Such rows of a dataset are skipped and counted in a warning, since users cannot correct them.

@@ -20,8 +20,6 @@ HUB = "hub:"
 SHUFFLE_WINDOW = 10_000
 # A dataset whose first rows, this many, are of no use is of another kind.
 MAX_OTHER_ROWS = 100
-# What `save_to_disk` writes into its folder.
-SAVED = ("state.json", "dataset_dict.json")
 
 Row = tuple[str, Mapping[str, Any]]
 """(place for error messages, content)"""
@@ -32,27 +30,17 @@ def dataset_name(source: str) -> str:
     return _name_and_config(source)[0]
 
 
-def is_dataset(source: str) -> bool:
-    """Whether a source is read through `datasets` only: of the hub, or a folder that `save_to_disk` wrote."""
-    return source.startswith(HUB) or _is_saved(Path(source))
-
-
 def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
     """Load a `Dataset`, or with `streamed` an `IterableDataset`, shuffled when `seed` is given.
 
-    A folder that `save_to_disk` wrote is always loaded as a `Dataset`. Raises `DataError` with source and split.
+    Raises `DataError` with source and split.
     """
     datasets = optional_package("datasets", source)  # takes seconds to import
 
     (name, config), split = _name_and_config(source), source.removeprefix(HUB).partition(":")[2] or "train"
     try:
-        if _is_saved(Path(name)):
-            loaded = datasets.load_from_disk(name)
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
-        window = {"buffer_size": SHUFFLE_WINDOW} if isinstance(rows, datasets.IterableDataset) else {}
-        return rows if seed is None else rows.shuffle(seed=seed, **window)
+        rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
+        return rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW) if streamed and seed is not None else rows
     except _loading_errors() as error:
         raise DataError(
             f"{source}: split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: {error}); "
@@ -96,10 +84,6 @@ def valid_rows(
     finally:
         if skipped:
             logger.warning(f"{source}: {skipped} of {seen} rows were skipped; the first: {first}")
-
-
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SAVED)
 
 
 def _name_and_config(source: str) -> tuple[str, str | None]:

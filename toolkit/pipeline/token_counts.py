@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from toolkit.chat_rows import ROLES, encodable, read_message
-from toolkit.data.dataset_rows import is_dataset, load_rows, streamed_rows, valid_rows
+from toolkit.data.dataset_rows import HUB, load_rows, streamed_rows, valid_rows
 from toolkit.errors import TokenMapError, optional_package
 from toolkit.jsonl import DataError, read_lines, read_placed_rows
 from toolkit.tokenmap.counts import Part
@@ -168,7 +168,7 @@ def documents_of(spec: str, roles: Sequence[str]) -> Iterator[Document]:
     a row of a dataset, so there rows without text are skipped, and the log says how many. A corpus without documents is
     a `TokenMapError`.
     """
-    if is_dataset(spec):
+    if spec.startswith(HUB):
         rows = streamed_rows(spec, load_rows(spec, False, None))
         groups = (found for _, found in valid_rows(spec, rows, lambda one: row_documents(one, roles), "text"))
     else:
@@ -271,13 +271,13 @@ def _sources(specs: Iterable[str]) -> set[str]:
     return {
         source
         for spec in specs
-        for source in ([spec] if is_dataset(spec) else [str(file.resolve()) for file in files_of(spec)])
+        for source in ([spec] if spec.startswith(HUB) else [str(file.resolve()) for file in files_of(spec)])
     }
 
 
 def _mark(spec: str) -> str:
     """Changes when the corpus does: with names, sizes and times of its files."""
-    if is_dataset(spec):
+    if spec.startswith(HUB):
         return str(load_rows(spec, False, None)._fingerprint)
     stats = [(str(path.resolve()), path.stat()) for path in files_of(spec)]
     return sha256_json([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
