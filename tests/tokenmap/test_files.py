@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from toolkit.tokenmap.build import build_token_map
@@ -8,11 +9,14 @@ from toolkit.tokenmap.counts import Counts, Part, load_counts
 from toolkit.tokenmap.files import (
     load_freq_list,
     load_token_map,
+    read_ids,
     save_freq_list,
+    save_token_map,
     write_map_files,
     write_stage,
 )
-from toolkit.tokenmap.token_map import TokenMap
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.weights import save_tensors
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -82,3 +86,17 @@ def test_coverage_by_corpus_by_task_and_held_out(tmp_path):
     assert report["corpora"][1]["tasks"] == [{"task": "math", "tokens": 4, "coverage": 0.75}]
     assert report["rows"][0]["by_corpus"] == {"c0": 0.8, "c1": 0.75}
     assert report["rows"][0]["held_out_coverage"] == 2 / 3
+
+
+def test_all_files_of_a_map_are_read(tmp_path):
+    """Maps of others are lists, ours are folders, and heads hold theirs."""
+    token_map = TokenMap.from_ids([3, 5, 9], 20)
+    save_freq_list(tmp_path / "freq.pt", token_map)
+    save_token_map(tmp_path / "map" / "token_map.safetensors", token_map)
+    save_tensors(tmp_path / "head" / "model.safetensors", {"d2t": token_map.d2t.int(), "fc.weight": torch.ones(2)})
+    for name in ("freq.pt", "map", "map/token_map.safetensors", "head"):
+        assert read_ids(tmp_path / name).tolist() == [3, 5, 9]
+    torch.save([4, 4, 1], tmp_path / "raw.pt")
+    assert read_ids(tmp_path / "raw.pt").tolist() == [4, 4, 1], "as they stand in the file"
+    with pytest.raises(TokenMapError, match="does not exist"):
+        read_ids(tmp_path / "none")

@@ -13,10 +13,9 @@ from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.pipeline.token_counts import count_corpora, count_rollouts
 from toolkit.targets.facts import ServedTarget, served_target
 from toolkit.targets.load import load_tokenizer
-from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for
+from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for, problems_of, repaired
 from toolkit.tokenmap.counts import Counts, Part, load_counts, parse_corpora
-from toolkit.tokenmap.files import write_map_files, write_stage
-from toolkit.tokenmap.repair import problems_of, read_ids, repaired
+from toolkit.tokenmap.files import read_ids, write_map_files, write_stage
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import atomic_write
 

@@ -16,6 +16,7 @@ from toolkit.tokenmap.token_map import TokenMap, TokenMapError, as_ids
 from toolkit.weights import WeightsError, atomic_write, load_tensors, save_tensors, write_json
 
 SMALLEST_ROW = 256
+FILE_NAMES = ("token_map.safetensors", "model.safetensors")  # of a folder of ours, of a draft directory
 
 
 def save_freq_list(path: str | Path, token_map: TokenMap) -> None:
@@ -46,6 +47,27 @@ def read_freq_list(path: str | Path) -> torch.Tensor:
         raise TokenMapError(
             f"{path} cannot be read as a token map ({reason}); expected a file that torch.save wrote from a list of ids"
         ) from error
+
+
+def read_ids(path: str | Path) -> torch.Tensor:
+    """Read the ids [D] of a freq_N.pt as they stand in it, or of a .safetensors file with d2t.
+
+    A folder is one that `toolkit build-token-map` wrote, or a draft directory. Raises `TokenMapError`, `WeightsError`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = next((path / name for name in FILE_NAMES if (path / name).is_file()), None)
+        if file is None:
+            raise TokenMapError(f"{path} has no {' and no '.join(FILE_NAMES)}; give a token map's file or folder")
+        path = file
+    if not path.is_file():
+        raise TokenMapError(f"{path} does not exist; give a freq_N.pt, a token_map.safetensors or a draft directory")
+    if path.suffix != ".safetensors":
+        return read_freq_list(path)
+    d2t = load_tensors(path).get("d2t")
+    if d2t is None:
+        raise TokenMapError(f"{path} has no d2t: this head drafts all ids of its target")
+    return d2t.long() + torch.arange(d2t.numel())
 
 
 def save_token_map(path: str | Path, token_map: TokenMap) -> None:
