@@ -13,7 +13,6 @@ from weakref import WeakSet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import rollouts
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
 from toolkit.data.examples import load_examples
@@ -96,26 +95,11 @@ def test_rows_hold_the_ids_as_written(
     assert stats["last_run"]["tokens"] > 0 and stats["last_run"]["tokens_per_s"] > 0
 
 
-def test_turns_go_in_waves_with_everything_at_once(
+def test_the_batch_stays_full_and_nothing_else_is_held(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write
 ) -> None:
-    """One request at a time would leave the engine's batch empty and take many times as long."""
-    sizes: list[int] = []
-    target = fake_target(tokenizer, answer)
-
-    def generate(requests: Any) -> Any:
-        sizes.append(len(requests))
-        return target(requests)
-
-    write(generate)
-    assert sizes == [24, 16, 8]
-
-
-def test_conversations_are_taken_a_wave_at_a_time(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of conversations larger than memory: while a wave is answered, and while an interrupted run is picked up,
-    no message of another one is held."""
+    """Next turns run beside other conversations: one at a time would take many times as long. Of a file of
+    conversations larger than memory only those that run are held, also while an interrupted run is picked up."""
 
     class Text(str):
         """A text that can be watched."""
@@ -135,11 +119,12 @@ def test_conversations_are_taken_a_wave_at_a_time(
             most = max(most, len({text.partition(":")[0] for text in alive}))
             return Conversation(one.id, tuple(said))
 
-    monkeypatch.setattr(rollouts, "CONVERSATIONS_PER_WAVE", 4)
+    first = fake_target(tokenizer, answer, 30)
     with pytest.raises(KeyboardInterrupt):
-        write(fake_target(tokenizer, answer, 30), OnDemand())
+        write(first, OnDemand())
+    assert set(first.sizes) == {8}
     assert write(fake_target(tokenizer, answer), OnDemand())["rollouts"] == 24
-    assert 4 <= most <= 9, "a wave, the one before it, and one that is compared"
+    assert 8 <= most <= 11, "those that run, the one that ended, and one that is compared"
 
 
 @pytest.mark.parametrize("die_after", [0, 30])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,47 +76,47 @@ class ServerPool:
         self._servers = [_Server(url, target) for url in server_urls(target.servers)]
 
     @property
-    def at_once(self) -> int:
-        """Requests that all servers together have at once."""
-        return self._per_server * len(self._servers)
-
-    @property
     def max_context(self) -> int:
         """Tokens of prompt and answer for which the target and the servers have room, as far as they state it."""
         stated = [self._target.max_context, *(one.context_length for one in self._servers)]
         return min((length for length in stated if length is not None), default=sys.maxsize)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+    def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
         """A `GenerateFn`. Raises `ServerError` if a server refuses a request, and when no server answers any more."""
-        todo: asyncio.Queue[int] = asyncio.Queue()
+        todo: asyncio.Queue[tuple[int, GenerationRequest]] = asyncio.Queue()
         done: asyncio.Queue[tuple[int, GenerationResult] | Exception] = asyncio.Queue()
-        for index in range(len(requests)):
-            todo.put_nowait(index)
+        waiting, unanswered = enumerate(requests), 0
 
         async def work(server: _Server) -> None:
             """Answer requests until cancelled. An error ends up in `done`."""
             try:
                 while True:
                     await server.recover()
-                    index = await todo.get()
+                    index, request = await todo.get()
                     try:
-                        done.put_nowait((index, await server.answer(requests[index])))
+                        done.put_nowait((index, await server.answer(request)))
                     except _Failed as error:
-                        todo.put_nowait(index)
+                        todo.put_nowait((index, request))
                         await self._rest(server, error)
             except Exception as error:
                 done.put_nowait(error)
 
         async def start() -> list[asyncio.Task[None]]:
-            count = min(self._per_server, len(requests))
-            return [asyncio.create_task(work(one)) for one in self._servers for _ in range(count)]
+            return [asyncio.create_task(work(one)) for one in self._servers for _ in range(self._per_server)]
 
         workers = self._runner.run(start())
         try:
-            for _ in requests:
+            while True:
+                # As many wait as run, so that a server that has ended one has another.
+                while todo.qsize() < len(workers) and (numbered := next(waiting, None)) is not None:
+                    todo.put_nowait(numbered)
+                    unanswered += 1
+                if not unanswered:
+                    return
                 answered = self._runner.run(done.get())
                 if isinstance(answered, Exception):
                     raise answered
+                unanswered -= 1
                 yield answered
         finally:
             for worker in workers:  # the servers notice that their requests end

@@ -30,7 +30,6 @@ from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
-ROUNDS_PER_WAVE = 16
 Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
 
 
@@ -145,7 +144,7 @@ def answer_prompts(
     conversations = read_conversations(prompts)
     writer = _writer(target, settings, conversations, draft_dir, capture)
     bar = progress_bar("rollouts", "conversation", len(conversations), "tokens")
-    with writer as (generate, max_context, per_wave), bar as show:
+    with writer as (generate, max_context), bar as show:
         stats = write_rollouts(
             conversations,
             generate,
@@ -157,7 +156,6 @@ def answer_prompts(
             max_context=max_context,
             more_provenance=None if settings.server_model is None else {"server_model": settings.server_model},
             on_progress=show,
-            per_wave=per_wave,
         )
     if not stats["rollouts"]:
         raise PipelineError(
@@ -175,14 +173,13 @@ def _writer(
     conversations: Sequence[Conversation],
     draft_dir: Path | None,
     capture: Capture | None,
-) -> Iterator[tuple[GenerateFn, int, int]]:
-    """Yields what writes the answers, the context length in tokens, and the conversations of a wave at least."""
+) -> Iterator[tuple[GenerateFn, int]]:
+    """Yields what writes the answers, and the context length in tokens."""
     if isinstance(target, ServedTarget):
         if draft_dir is not None:
             raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
         with open_servers(target, settings.max_running_requests) as pool:
-            # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
-            yield pool.generate, pool.max_context, ROUNDS_PER_WAVE * pool.at_once
+            yield pool.generate, pool.max_context
         return
     draft = None
     if draft_dir is not None:
@@ -199,6 +196,6 @@ def _writer(
     try:
         with nullcontext() if capture is None else capture(engine, conversations) as on_end:
             draft_used = None if draft_dir is None else str(draft_dir)
-            yield engine_generate(engine, draft_used, on_end), engine.context_length, 0
+            yield engine_generate(engine, draft_used, on_end), engine.context_length
     finally:
         engine.close()
