@@ -4,18 +4,18 @@ them in the bundled engine or on servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from toolkit.data.chat_template import template_text
-from toolkit.data.conversations import Conversation, read_conversations, user_turns, write_conversations
+from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import open_servers
 from toolkit.data.synthesis import synthesise_prompts
-from toolkit.infer.drafters.choose_drafter import default_shape
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft
@@ -30,7 +30,8 @@ from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
-Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
+Capture = Callable[..., AbstractContextManager[OnEnd]]
+"""(engine, conversations)"""
 
 
 def prompts_stage(run: Run) -> str:
@@ -75,7 +76,8 @@ def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed:
 
 def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
     bar = progress_bar("prompts", "prompt", settings.synthesize, "attempts")
-    with _generate(target, settings.max_running_requests) as generate, bar as show:
+    config = EngineConfig(max_running_requests=settings.max_running_requests, prefix_cache=False)
+    with _generator(target, config) as (generate, _), bar as show:
         stats = synthesise_prompts(
             generate,
             target.tokenizer,
@@ -89,14 +91,22 @@ def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: i
 
 
 @contextmanager
-def _generate(target: Target | ServedTarget, at_once: int) -> Iterator[GenerateFn]:
+def _generator(
+    target: Target | ServedTarget,
+    config: EngineConfig,
+    draft: Draft | None = None,
+    draft_used: str | None = None,
+    capture: Callable[[Engine], AbstractContextManager[OnEnd]] | None = None,
+) -> Iterator[tuple[GenerateFn, int]]:
+    """Yields what writes texts, the target's servers or an engine, and the context length in tokens."""
     if isinstance(target, ServedTarget):
-        with open_servers(target, at_once) as pool:
-            yield pool.generate
+        with open_servers(target, config.max_running_requests) as pool:
+            yield pool.generate, pool.max_context
         return
-    engine = build_engine(EngineConfig(max_running_requests=at_once, prefix_cache=False), target).engine
+    engine = build_engine(config, target, draft).engine
     try:
-        yield engine_generate(engine)
+        with nullcontext() if capture is None else capture(engine) as on_end:
+            yield engine_generate(engine, draft_used, on_end), engine.context_length
     finally:
         engine.close()
 
@@ -142,7 +152,21 @@ def answer_prompts(
     Raises `PipelineError` for a draft head with servers, and when no conversation becomes a rollout.
     """
     conversations = read_conversations(prompts)
-    writer = _writer(target, settings, conversations, draft_dir, capture)
+    draft = draft_used = None
+    if draft_dir is not None:
+        if isinstance(target, ServedTarget):
+            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
+        draft, draft_used = fit_draft(load_draft(draft_dir, target.name, target.revision), target), str(draft_dir)
+    config = EngineConfig(
+        shape=None if draft is None else default_shape(draft).as_text(),
+        verify="target",
+        deterministic=settings.deterministic,
+        max_running_requests=settings.max_running_requests,
+        prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
+        disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
+    )
+    keeping = None if capture is None else partial(capture, conversations=conversations)
+    writer = _generator(target, config, draft, draft_used, keeping)
     bar = progress_bar("rollouts", "conversation", len(conversations), "tokens")
     with writer as (generate, max_context), bar as show:
         stats = write_rollouts(
@@ -164,38 +188,3 @@ def answer_prompts(
             "(refused)"
         )
     return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"
-
-
-@contextmanager
-def _writer(
-    target: Target | ServedTarget,
-    settings: RolloutSettings,
-    conversations: Sequence[Conversation],
-    draft_dir: Path | None,
-    capture: Capture | None,
-) -> Iterator[tuple[GenerateFn, int]]:
-    """Yields what writes the answers, and the context length in tokens."""
-    if isinstance(target, ServedTarget):
-        if draft_dir is not None:
-            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
-        with open_servers(target, settings.max_running_requests) as pool:
-            yield pool.generate, pool.max_context
-        return
-    draft = None
-    if draft_dir is not None:
-        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
-    config = EngineConfig(
-        shape=None if draft is None else default_shape(draft).as_text(),
-        verify="target",
-        deterministic=settings.deterministic,
-        max_running_requests=settings.max_running_requests,
-        prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
-        disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
-    )
-    engine = build_engine(config, target, draft).engine
-    try:
-        with nullcontext() if capture is None else capture(engine, conversations) as on_end:
-            draft_used = None if draft_dir is None else str(draft_dir)
-            yield engine_generate(engine, draft_used, on_end), engine.context_length
-    finally:
-        engine.close()
