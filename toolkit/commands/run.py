@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     trains = args.until not in ("prompts", "rollouts", "token_map")
     job = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
-    outcomes = run_recipe(job, force=args.force, until=args.until)
-    if outcomes[-1].stage == "report":
+    run_recipe(job, force=args.force, until=args.until)
+    if args.until in (None, "report"):
         print(next_steps(job))
     return 0
 

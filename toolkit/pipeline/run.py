@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.pipeline.launch import check_packages, run_training, set_threads, training_line, training_processes
-from toolkit.pipeline.stages import Outcome, PipelineError, Stage, run_stages, say, summary
+from toolkit.pipeline.stages import PipelineError, Stage, run_stages, say
 from toolkit.recipe import BenchSettings, Recipe, RecipeError, result_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import read_json
@@ -150,17 +150,15 @@ def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftS
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes
 
 
-def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:
-    """Bring the stages of a run up to date, up to and with `until`; `force` redoes from one on. Prints what was done.
+def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> None:
+    """Bring the stages of a run up to date, up to and with `until`; `force` redoes from one on. Prints what is done.
 
     Raises `RecipeError` for a recipe that names no prompts, `PipelineError` as `run_stages` does.
     """
     stages = recipe_stages(run)
     threads = set_threads()
     say(f"{run.recipe.name}: {run.recipe_path} -> {run.folder} ({threads} threads; OMP_NUM_THREADS changes it)")
-    outcomes = run_stages(run.folder, stages, force=force, until=until)
-    print("\n" + summary(outcomes))
-    return outcomes
+    run_stages(run.folder, stages, force=force, until=until)
 
 
 def recipe_stages(run: Run) -> list[Stage]:

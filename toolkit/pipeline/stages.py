@@ -147,29 +147,9 @@ class Stage:
     check: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a stage. seconds: of its last session that worked. worked: whether that was in this call."""
-
-    stage: str
-    worked: bool
-    seconds: float
-    headline: str
-
-
 def say(line: str) -> None:
     """Print a line about a stage on stdout, at once."""
     print(line, flush=True)
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Minutes by stage; those of stages that were up to date are from the time they were made."""
-    rows = [
-        f"  {one.stage:<10} {one.seconds / 60:6.1f} min  {one.headline}{'' if one.worked else '  (earlier)'}"
-        for one in outcomes
-    ]
-    total = f"  {'total':<10} {sum(one.seconds for one in outcomes) / 60:6.1f} min"
-    return "\n".join([*rows, total])
 
 
 def run_stages(
@@ -179,7 +159,7 @@ def run_stages(
     only: str | None = None,
     force: str | None = None,
     until: str | None = None,
-) -> list[Outcome]:
+) -> None:
     """Bring the stages up to date, in order: `only` one of them, or up to and with `until`; `force` redoes from one on.
 
     Raises `PipelineError`: unknown stage name, missing input, folder in use, or a stage that failed.
@@ -188,7 +168,6 @@ def run_stages(
     for option, wanted in (("--force", force), ("--until", until), ("stage", only)):
         if wanted is not None and wanted not in names:
             raise PipelineError(f"{option} {wanted}: no such stage; the stages are {', '.join(names)}")
-    outcomes = []
     with _lock(run_dir):
         for position, stage in enumerate(stages):
             if only in (None, stage.name):
@@ -196,13 +175,12 @@ def run_stages(
                     _check(stages[position:])
                     _set_aside(run_dir, stages[position:])
                 label = f"[{position + 1}/{len(stages)}] {stage.name:<10}"
-                outcomes.append(_bring_up_to_date(run_dir, stages[position:], label))
+                _bring_up_to_date(run_dir, stages[position:], label)
             if stage.name == until:
                 break
-    return outcomes
 
 
-def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str) -> Outcome:
+def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str) -> None:
     stage, path = stages[0], _manifest_path(run_dir, stages[0])
     manifest = read_manifest(path)
     marks = _marks(run_dir, stage, manifest)
@@ -214,7 +192,7 @@ def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str) -> Out
             manifest.write(path)
         made = (manifest.finished or "")[:16].replace("T", " ")
         say(f"{label} skipped, up to date ({manifest.headline}, {made})")
-        return Outcome(stage.name, False, manifest.seconds, manifest.headline)
+        return
     why, over_its_files = reason
     _check(stages)
     say(f"{label} {why}")
@@ -231,7 +209,6 @@ def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str) -> Out
         raise PipelineError(f"stage {stage.name} ended, but {', '.join(missing)} is not in {run_dir}")
     _write_done(path, manifest, headline, time.monotonic() - begin)
     say(f"{label} done in {manifest.seconds / 60:.1f} min ({headline})")
-    return Outcome(stage.name, True, manifest.seconds, headline)
 
 
 def _marks(run_dir: Path, stage: Stage, manifest: Manifest | None) -> dict[str, FileMark]:
