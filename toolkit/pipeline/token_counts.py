@@ -77,12 +77,13 @@ def _encoded(spec: str, tokenizer: Any, roles: Sequence[str], cache: Path, num_p
     """Yield the documents of a corpus with the ids of their texts."""
     datasets = optional_package("datasets", f"counting {spec}")
     text, ids = datasets.Value("large_string"), datasets.Sequence(datasets.Value("int32"))
+    columns = {"ids": ids, "task": text, "held_out": datasets.Value("bool")}
     encode, tokenizer_mark = encoder(tokenizer)
     mark = _mark(spec)
     try:
         documents = datasets.Dataset.from_generator(
             documents_of,
-            features=datasets.Features(text=text, ids=ids, task=text, held_out=datasets.Value("bool")),
+            features=datasets.Features(text=text, **columns),
             cache_dir=str(cache),
             gen_kwargs={"spec": spec, "roles": roles},
             fingerprint=sha256_json([mark, roles])[:16],
@@ -92,6 +93,7 @@ def _encoded(spec: str, tokenizer: Any, roles: Sequence[str], cache: Path, num_p
             batched=True,
             batch_size=BATCH,
             remove_columns="text",
+            features=datasets.Features(columns),
             fn_kwargs={"encode": encode},
             num_proc=min(num_proc, len(documents) // BATCH) or None,
             new_fingerprint=sha256_json([mark, roles, tokenizer_mark])[:16],
