@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,11 @@ def _parts(spec: str, weight: int, all_held_out: bool, documents: Iterable[Docum
 
     Raises `TokenMapError` for an id outside [0, V), which means that another tokenizer wrote it.
     """
-    found: dict[tuple[bool, str], NDArray[np.int64]] = {}
-    one_task = False
+
+    def nothing() -> dict[tuple[bool, str], NDArray[np.int64]]:
+        return defaultdict(lambda: np.zeros(vocab_size, np.int64))
+
+    found, one_task = nothing(), False
     rest = iter(documents)
     while batch := list(itertools.islice(rest, BATCH)):
         groups: dict[tuple[bool, str], list[NDArray[np.int64]]] = {}
@@ -141,11 +145,11 @@ def _parts(spec: str, weight: int, all_held_out: bool, documents: Iterable[Docum
             key = all_held_out or bool(one["held_out"]), "" if one_task else str(one["task"])
             groups.setdefault(key, []).append(np.asarray(one["ids"], np.int64))
         for key, own in groups.items():
-            found[key] = found.get(key, 0) + _counts(np.concatenate(own), vocab_size)
+            found[key] += _counts(np.concatenate(own), vocab_size)
         if len({task for _, task in found} - {""}) > MAX_TASKS:
-            one_task, by_task, found = True, found, {}
+            one_task, by_task, found = True, found, nothing()
             for (held_out, _), counts in by_task.items():
-                found[held_out, ""] = found.get((held_out, ""), 0) + counts
+                found[held_out, ""] += counts
     return [Part(spec, weight, *key, torch.from_numpy(found[key])) for key in sorted(found)]
 
 
