@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Builds, compares or repairs a map, and prints how much each vocabulary size covers."""
     mode = _mode(args)
-    job = run_of(args)
     if mode is None:
+        job = run_of(args)
         run_one_stage(job, "token_map", args.force)
         _print_report(job.folder / "token_map")
         return 0
@@ -100,13 +100,14 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))
         print(f"\n{args.out}/freq_{token_map.size}.pt has {token_map.size:,} ids")
         return 0
+    recipe = run_of(args).recipe
     if mode == "counts":
         counts = load_counts(args.counts)
     else:
         counts = counts_of(
             args.corpus,
             args.held_out or (),
-            args.tokenizer or job.recipe.target.model,
+            args.tokenizer or recipe.target.model,
             args.out,
             roles=args.roles or ("assistant",),
             vocab_size=args.vocab_size,
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         )
     size, coverage = args.size, args.coverage
     if size is None and coverage is None:
-        size, coverage = job.recipe.token_map.size, job.recipe.token_map.coverage
+        size, coverage = recipe.token_map.size, recipe.token_map.coverage
     write_map(counts, args.out, size, coverage)
     _print_report(args.out)
     return 0
