@@ -219,6 +219,7 @@ def test_left_out_answers_are_counted(start, write, tokenizer, tmp_path: Path) -
 def test_errors_that_pass(start, target, requests, expected) -> None:
     """A busy server, a proxy's 502, an answer that a shutdown cut: the same request is asked again."""
     server, steady = start(), start()
+    steady.delay = 0.02
     aborted = {"choices": [{"finish_reason": "abort", "token_ids": []}]}
     faults: list[Reply] = [(429, {}), (500, {"error": "out of memory"}), (200, aborted), (502, {})]
     server.fault = lambda number: faults[number // 2] if number % 2 == 0 and number < 2 * len(faults) else None
