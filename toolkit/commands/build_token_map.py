@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.tokenmap.counts import load_counts
 
     if mode == "diff":
-        print(describe_difference(*args.diff, args.tokenizer, args.counts))
+        first, second = args.diff
+        print(describe_difference(first, second, args.tokenizer, args.counts))
         return 0
     if mode == "repair":
         found, token_map = repair_map(args.repair, args.tokenizer, args.out, args.counts)
@@ -161,10 +162,8 @@ def _print_report(directory: Path) -> None:
     corpora = new_table("corpus", ["weight", "tokens", "in the map"])
     for one in report["corpora"]:
         name = one["spec"] + (" (held out)" if one["held_out"] else "")
-        for title, weight, part in (
-            (name, one["weight"], one),
-            *(("  " + task["task"], "", task) for task in one["tasks"]),
-        ):
+        tasks = [("  " + task["task"], "", task) for task in one["tasks"]]
+        for title, weight, part in [(name, str(one["weight"]), one), *tasks]:
             corpora.add_row(Text(title), weight, f"{part['tokens']:,}", f"{100 * part['coverage']:.2f}%")
     print(f"{report['tokens']:,} tokens, {report['distinct']:,} distinct of {report['vocab_size']:,} ids")
     wide_console().print(sizes, corpora)

@@ -127,7 +127,8 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
 
     def row(size: int) -> dict[str, Any]:
         ids = order[:size]
-        found = {"size": size, "coverage": coverage(total, ids), "distinct": int((total[ids] > 0).sum())}
+        found: dict[str, Any] = {"size": size, "coverage": coverage(total, ids)}
+        found["distinct"] = int((total[ids] > 0).sum())
         if held_out.any():
             found["held_out_coverage"] = coverage(held_out, ids)
         if len(ranked) > 1:
