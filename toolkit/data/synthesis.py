@@ -10,9 +10,10 @@ other batches, so texts may differ where two draws were nearly equal.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from toolkit.weights import sha256_json, write_json
 logger = get_logger(__name__)
 
 ATTEMPTS_PER_PROMPT = 4
+FIRST_GUESS = 0.85  # assumed share of accepted attempts before the first is judged
+MIN_ROUND = 16
 MAX_WORDS = 400
 
 OnProgress = Callable[[int, int, int], None]
@@ -95,27 +98,24 @@ def synthesise_prompts(
     judge = _Judge(tokenizer, settings.min_words, special_ids(tokenizer), wanted)
     judge.ended = _read_attempts(attempts_path, mark)
     judge.advance()
-    asked: list[int] = []
-
-    def requests() -> Iterator[GenerationRequest]:
-        for number in range(ATTEMPTS_PER_PROMPT * wanted):
-            if len(judge.accepted) == wanted:
-                return
-            if number not in judge.ended:
-                asked.append(number)
-                prefix, draw = prefixes[number % len(prefixes)], derived_seed(seed, "prompt", number)
-                yield GenerationRequest(prefix, settings.temperature, settings.top_p, settings.max_tokens, draw)
-
     with RowAppender(attempts_path) as attempts:
-        for index, result in generate(requests()):
-            attempts.append({"attempt": asked[index], "settings": mark, **_as_row(result)})
-            judge.ended[asked[index]] = result
-            judge.advance()
-            if on_progress is not None:
-                on_progress(len(judge.accepted), wanted, len(judge.ended))
-            if len(judge.accepted) == wanted:  # the other attempts are not needed
-                break
+        while numbers := _next_round(judge, wanted):
+            requests = [
+                _request(prefixes[number % len(prefixes)], settings, derived_seed(seed, "prompt", number))
+                for number in numbers
+            ]
+            for index, result in generate(requests):
+                number = numbers[index]
+                attempts.append({"attempt": number, "settings": mark, **_as_row(result)})
+                judge.ended[number] = result
+                judge.advance()
+                if on_progress is not None:
+                    on_progress(len(judge.accepted), wanted, len(judge.ended))
     return _finish(out, judge, recipe, systems)
+
+
+def _request(prefix: list[int], settings: PromptSettings, seed: int) -> GenerationRequest:
+    return GenerationRequest(prefix, settings.temperature, settings.top_p, settings.max_tokens, seed)
 
 
 @dataclass
@@ -154,6 +154,18 @@ class _Judge:
         if reason is None and words_of(text) in self.seen:
             reason = "duplicate"
         return text, reason
+
+
+def _next_round(judge: _Judge, wanted: int) -> list[int]:
+    """Return the numbers of the next attempts: gaps left by a kill, then as many new ones as will probably suffice."""
+    missing = wanted - len(judge.accepted)
+    cap = ATTEMPTS_PER_PROMPT * wanted
+    if missing == 0 or judge.judged >= cap:
+        return []
+    share = max(len(judge.accepted) / judge.judged, 1 / ATTEMPTS_PER_PROMPT) if judge.judged else FIRST_GUESS
+    # Surplus attempts cost little in a batch; a missing one costs another round.
+    end = min(cap, judge.judged + max(MIN_ROUND, math.ceil(1.1 * missing / share)))
+    return [number for number in range(judge.judged, end) if number not in judge.ended]
 
 
 def _as_row(result: GenerationResult) -> dict[str, Any]:
