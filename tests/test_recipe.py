@@ -35,13 +35,6 @@ def refused(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_demo_recipe_loads() -> None:
-    """README's first command would end at once if the demo recipe held a key or value that the code does not know."""
-    recipe = load_recipe(DEMO_RECIPE)
-    assert recipe.run_dir == "runs/smollm2-135m"
-    assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
-
-
 def test_a_preset_is_a_kind_with_its_settings(tmp_path: Path) -> None:
     """JetSpec by name; what the recipe gives itself stays."""
     train = load_recipe(write(tmp_path, MINIMAL), ["train.head.kind=jetspec", "train.head.markov_rank=8"]).train
@@ -115,22 +108,14 @@ def test_wrong_input_says_key_value_and_need(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     for override, told in (
         ("train.max_step=3", "did you mean train.max_steps?"),
-        ("train.lr=1e-3", "unknown key train.lr; did you mean train.optimizer.learning_rate?"),
         ("learning_rate=1e-3", "did you mean train.optimizer.learning_rate?"),
-        ("trian.max_steps=3", "did you mean train.max_steps?"),
         ("target.revision=123", 'write it in quotes: "123"'),
         ("train.epochs=many", 'train.epochs = "many": it must be a valid number'),
-        ("train.epochs=.nan", "it must be a finite number"),
-        ("seed=true", "seed = true: it must be a valid integer"),
-        ("train.optimizer.schedule=cos", "it must be 'cosine', 'linear' or 'constant'"),
         ("train.optimizer.betas=[0.9]", "betas[1] is missing"),
         ("train=3", "train = 3: it must be a mapping of keys"),
-        ("name.x=1", 'name = "small" has no keys; it must be a mapping'),
         ("train.unroll.ttt_steps", "not of the form section.key=value"),
         ("rollouts.server_model=x", "set rollouts.server too, or this to null"),
-        ("train.on_policy.prompts=8", "the steps between fresh rollouts, is null; set that, or"),
         ("bench.shapes=['4,1,5','4,1,5']", "each value once"),
-        ("bench.shapes=['4,1']", 'bench.shapes[0] = "4,1": it must be "adaptive" or'),
         ("token_map.coverage=0.9", "exactly one of size and coverage"),
     ):
         assert told in refused(path, override), override

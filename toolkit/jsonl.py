@@ -9,8 +9,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 # Raised for files that are not gzip, truncated or damaged.
 GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -170,23 +169,17 @@ class RowAppender:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._handle: TextIO | None = None
-
-    def __enter__(self) -> RowAppender:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(self.path)
-        self._handle = self.path.open("a", encoding="utf-8")
-        return self
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._handle = Path(path).open("a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row as one line and flush it to the operating system."""
-        assert self._handle is not None, "use RowAppender inside its with block"
         self._handle.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._handle.flush()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._handle is not None, "use RowAppender inside its with block"
+    def __enter__(self) -> RowAppender:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._handle.close()

@@ -143,29 +143,6 @@ def test_two_token_maps_and_a_broken_one(
     assert "the maps are equal" in capsys.readouterr().out
 
 
-def test_bench_acceptance_writes_record_and_page(
-    recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table is for the eye; the record is what comparisons read."""
-    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples", "and rivers"]}\n')
-    arguments = [
-        "--prompts",
-        "p.jsonl",
-        "--shapes",
-        "2,1,3",
-        "--max-tokens",
-        "6",
-        "--warmup",
-        "0",
-        "--out",
-        "out/a.json",
-    ]
-    assert cli.main(["bench", "acceptance", "--draft", str(draft_dir), *arguments]) == 0
-    record = json.loads(Path("out/a.json").read_text())
-    assert record["rows"][0]["tokens_equal"] is True and record["settings"]["shapes"] == ["2,1,3"]
-    assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
-
-
 def test_train_passes_the_exit_status_on(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

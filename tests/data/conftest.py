@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -90,9 +91,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class FakeTarget:
-    """A `generate` whose output depends on the request alone, ends requests out of order, and can die half-way.
+    """A `generate` of eight requests at once whose output depends on the request alone; it ends them out of order, and
+    can die half-way.
 
-    `answer(request)` gives (text, finish_reason); the end-of-turn id follows a "stop". `calls` keeps all requests.
+    `answer(request)` gives (text, finish_reason); the end-of-turn id follows a "stop". `calls` keeps all requests,
+    `sizes` how many ran as each ended.
     """
 
     def __init__(
@@ -103,16 +106,22 @@ class FakeTarget:
     ) -> None:
         self.tokenizer, self.answer, self.die_after = tokenizer, answer, die_after
         self.calls: list[GenerationRequest] = []
+        self.sizes: list[int] = []
 
-    def __call__(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
-        order = list(range(len(requests)))
-        random.Random(len(requests)).shuffle(order)
-        for index in order:
+    def __call__(self, requests: Iterable[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        waiting, draw = enumerate(requests), random.Random(0)
+        running: list[tuple[int, GenerationRequest]] = []
+        while True:
+            running += islice(waiting, 8 - len(running))
+            if not running:
+                return
             if self.die_after is not None and len(self.calls) >= self.die_after:
                 raise KeyboardInterrupt
-            self.calls.append(requests[index])
-            text, reason = self.answer(requests[index])
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: requests[index].max_tokens]
+            self.sizes.append(len(running))
+            index, request = running.pop(draw.randrange(len(running)))
+            self.calls.append(request)
+            text, reason = self.answer(request)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: request.max_tokens]
             yield index, GenerationResult(ids + [self.tokenizer.eos_token_id] * (reason == "stop"), reason, "head")
 
 

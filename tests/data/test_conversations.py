@@ -58,11 +58,9 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     """Skipping the row would silently lose data."""
     for row, message in (
         ({"body": "x"}, "keys are body; expected one of conversations"),
-        ({"conversations": [{"from": "tool", "value": "x"}]}, "role is 'tool'; expected one of system, user"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "none of the 1 messages is a user message"),
         ({"messages": [{"role": "user", "content": None}]}, "content is missing; expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
         ({"prompt": "\ud83d"}, "content is not valid unicode"),
         ([1], "is a list; expected a JSON object"),
     ):
@@ -78,22 +76,15 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     broken.write_text('{"prompt": "a"}\n{"prompt": ')
     zipped = write(tmp_path / "cut.jsonl.gz", ROWS * 50)
     zipped.write_bytes(zipped.read_bytes()[:-20])
-    (tmp_path / "plain.json.gz").write_bytes(b"plain text")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    (tmp_path / "object.json").write_text("{}")
     (tmp_path / "text.txt").write_text("hello")
-    (tmp_path / "empty.jsonl").write_text("\n")
     for name, message in [
         ("broken.jsonl", r"broken.jsonl:2: not valid JSON"),
         ("cut.jsonl.gz", "copy the file again"),
-        ("plain.json.gz", "copy the file again"),
         ("latin.jsonl", "UTF-8"),
-        ("object.json", "is a dict; expected a list"),
         ("text.txt", "expected .jsonl, .jsonl.gz, .json"),
-        ("empty.jsonl", "no conversations"),
         ("absent.jsonl", "does not exist"),
-        ("absent.json", "does not exist"),
     ]:
         with pytest.raises(DataError, match=message):
             read_conversations(tmp_path / name)
@@ -151,9 +142,7 @@ def test_datasets_from_a_directory(
     folder = tmp_path / "files"
     folder.mkdir()
     write(folder / "train.jsonl", rows)
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
-    for source in (f"hub:{folder}:train", str(folder), str(saved), f"hub:{saved}"):
+    for source in (f"hub:{folder}:train", str(folder)):
         read = read_conversations(source, limit=limit, seed=seed)
         assert len(read) == len({one.messages[0]["content"] for one in read}) == (limit or 5)
     with pytest.raises(DataError, match="split 'nope'"):
@@ -185,11 +174,9 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]
     assert f"2 of {5 if limit is None else 4} rows were skipped; the first: " in caplog.text
     assert "row 1: none of the 0 messages is a user message" in caplog.text
-    # The limit counts conversations, not rows, also on disk, in order or sampled.
-    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-    for seed in (None, 0, 1, 2):
-        stored = [one.messages[0]["content"] for one in read_conversations(tmp_path / "saved", limit=limit, seed=seed)]
-        assert len(set(stored)) == len(kept) and (stored == kept or seed is not None)
+    if limit is not None:  # the limit counts conversations, not rows, also of a sample
+        sample = read_conversations(tmp_path / "files", limit=limit, seed=1)
+        assert len({one.messages[0]["content"] for one in sample}) == limit
     with pytest.raises(DataError, match="none of the 0 messages"):
         read_conversations(tmp_path / "files" / "train.jsonl", limit=limit)
 

@@ -13,7 +13,6 @@ from weakref import WeakSet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import rollouts
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
 from toolkit.data.examples import load_examples
@@ -96,26 +95,11 @@ def test_rows_hold_the_ids_as_written(
     assert stats["last_run"]["tokens"] > 0 and stats["last_run"]["tokens_per_s"] > 0
 
 
-def test_turns_go_in_waves_with_everything_at_once(
+def test_the_batch_stays_full_and_nothing_else_is_held(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write
 ) -> None:
-    """One request at a time would leave the engine's batch empty and take many times as long."""
-    sizes: list[int] = []
-    target = fake_target(tokenizer, answer)
-
-    def generate(requests: Any) -> Any:
-        sizes.append(len(requests))
-        return target(requests)
-
-    write(generate)
-    assert sizes == [24, 16, 8]
-
-
-def test_conversations_are_taken_a_wave_at_a_time(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of conversations larger than memory: while a wave is answered, and while an interrupted run is picked up,
-    no message of another one is held."""
+    """Next turns run beside other conversations: one at a time would take many times as long. Of a file of
+    conversations larger than memory only those that run are held, also while an interrupted run is picked up."""
 
     class Text(str):
         """A text that can be watched."""
@@ -135,11 +119,12 @@ def test_conversations_are_taken_a_wave_at_a_time(
             most = max(most, len({text.partition(":")[0] for text in alive}))
             return Conversation(one.id, tuple(said))
 
-    monkeypatch.setattr(rollouts, "CONVERSATIONS_PER_WAVE", 4)
+    first = fake_target(tokenizer, answer, 30)
     with pytest.raises(KeyboardInterrupt):
-        write(fake_target(tokenizer, answer, 30), OnDemand())
+        write(first, OnDemand())
+    assert set(first.sizes) == {8}
     assert write(fake_target(tokenizer, answer), OnDemand())["rollouts"] == 24
-    assert 4 <= most <= 9, "a wave, the one before it, and one that is compared"
+    assert 8 <= most <= 11, "those that run, the one that ended, and one that is compared"
 
 
 @pytest.mark.parametrize("die_after", [0, 30])
@@ -196,20 +181,18 @@ def test_skipped_conversations_are_counted(
     assert rows_of(tmp_path / "rollouts_skipped.jsonl")["long"]["reason"] == "prompt_too_long"
     again = fake_target(tokenizer, silent)
     assert write(again, given, max_context=250) == stats and not again.calls
-    with pytest.raises(DataError, match="none of 1 conversations"):
-        write_rollouts(given[:1], again, tokenizer, SETTINGS, tmp_path / "x.jsonl", target="t", seed=0, max_context=99)
 
 
-@pytest.mark.parametrize("first, reason", [(("Yes<|im_start|>No.", "stop"), "special_tokens")])
 def test_an_answer_that_later_prompts_cannot_hold_ends_its_conversation(
-    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path, first: Any, reason: str
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
 ) -> None:
     """The next prompt would end an answer that the target had not ended, or lose its special tokens, and the head would
     be taught what the target never wrote. An answer that is the last keeps its row as it is."""
+    first = ("Yes<|im_start|>No.", "stop")
     target = fake_target(tokenizer, lambda _: first)
     stats = write(target, [conversation("two", "one?", "two?"), conversation("one", "one?")])
     rows = rows_of(tmp_path / "rollouts.jsonl")
-    assert rows["two"]["shortened"] == reason and stats["shortened"] == {reason: 1}
+    assert rows["two"]["shortened"] == "special_tokens" and stats["shortened"] == {"special_tokens": 1}
     assert rows["two"]["input_ids"] == rows["one"]["input_ids"] and "shortened" not in rows["one"]
     assert len(rows["two"]["messages"]) == 2 and len(target.calls) == 2
     again = fake_target(tokenizer, lambda _: first)
@@ -225,7 +208,6 @@ def test_rows_of_another_run_are_refused(tokenizer: PreTrainedTokenizerFast, fak
         ({"settings": RolloutSettings(max_tokens=40, held_out=0.99)}, "split was"),
         ({"conversations": CONVERSATIONS[:3]}, "not among the prompts"),
         ({"conversations": [conversation(one.id, "else?") for one in CONVERSATIONS]}, "other user messages"),
-        ({"conversations": [*CONVERSATIONS, CONVERSATIONS[0]]}, "ids are repeated"),
     ):
         with pytest.raises(DataError, match=message):
             write(fake_target(tokenizer, answer), **change)

@@ -48,7 +48,7 @@ def recipe(tiny_target_directory: Path, tmp_path: Path) -> Path:
 
 def write_rollouts(path: Path, *overrides: str) -> Run:
     run = Run(load_recipe(path, overrides), path)
-    run_stages(run.folder, recipe_stages(run), until="rollouts", say=lambda _: None)
+    run_stages(run.folder, recipe_stages(run), until="rollouts")
     return run
 
 
@@ -89,14 +89,14 @@ def test_rollouts_leave_the_features_training_reads(recipe: Path) -> None:
     assert shards.items() <= {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")}.items()
 
 
-def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
+def test_new_rollouts_set_the_features_aside(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They would take room for nothing; a switch of where features come from is no new rollout, and no new training."""
     run = write_rollouts(recipe)
+    capsys.readouterr()
     for off in (("rollouts.keep_features=false",), ("rollouts.keep_features=false", "train.data.features=online")):
-        out: list[str] = []
         other = Run(load_recipe(recipe, off), recipe)
-        run_stages(other.folder, recipe_stages(other), until="rollouts", say=out.append)
-        assert sum("skipped" in line for line in out) == 2
+        run_stages(other.folder, recipe_stages(other), until="rollouts")
+        assert capsys.readouterr().out.count("skipped") == 2
         assert recipe_stages(other)[3].settings == recipe_stages(run)[3].settings
     write_rollouts(recipe, "rollouts.max_tokens=20", "rollouts.keep_features=false")
     assert not (run.folder / "features").exists() and list((run.folder / "replaced").glob("*/features/shard-*"))

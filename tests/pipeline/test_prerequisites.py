@@ -43,7 +43,7 @@ def _folder(tmp_path: Path, *names: str) -> Path:
 def test_absent_files_are_made(calls, tmp_path):
     """One of two is not enough. Both without a manifest were put there by hand: the stages would set them aside."""
     bring_up_to_date(_folder(tmp_path, "rollouts/rollouts.jsonl"), "r.yaml", ["seed=1"])
-    assert calls.lines == [["toolkit.pipeline.train_entry", "r.yaml", "seed=1"]]
+    assert calls.lines == [["toolkit", "prepare-data", "--recipe", "r.yaml", "seed=1"]]
     bring_up_to_date(_folder(tmp_path, "token_map/token_map.safetensors"), "r.yaml", [])
     assert len(calls.lines) == 1
 
@@ -52,7 +52,7 @@ def test_overrides_of_prerequisites_count(calls, tmp_path, monkeypatch):
     """With `target.model=other` the old rollouts lie there still; training on them would ignore the user's word."""
     made = _folder(tmp_path, "rollouts/rollouts.jsonl", "rollouts/manifest.json", "token_map/token_map.safetensors")
     bring_up_to_date(made, "r.yaml", ["target.model=other"])
-    assert calls.lines == [["toolkit.pipeline.train_entry", "r.yaml", "target.model=other"]]
+    assert calls.lines == [["toolkit", "prepare-data", "--recipe", "r.yaml", "target.model=other"]]
     # `toolkit run` itself has just done so, and holds the folder's lock.
     monkeypatch.setenv("TOOLKIT_STAGES_DONE", "1")
     bring_up_to_date(made, "r.yaml", ["target.model=other"])

@@ -12,9 +12,10 @@ from toolkit.cli import main
 from toolkit.errors import TargetError
 from toolkit.pipeline.rehearsal import estimate, rehearsed
 from toolkit.pipeline.run import METRICS, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
-from toolkit.pipeline.stages import Outcome
+from toolkit.pipeline.stages import FILE_NAME
 from toolkit.targets import stand_in
 from toolkit.targets.load import load_tokenizer, read_target
+from toolkit.weights import write_json
 
 RECIPE = """
 name: big
@@ -82,8 +83,9 @@ def test_the_stages_run_and_their_times_are_those_of_the_whole_recipe(recipe: Pa
     (run.folder / METRICS).parent.mkdir()
     steps = [{"seconds_per_step": one, "tokens_per_s": 100.0, "peak_memory_bytes": 2e9} for one in (60.0, 2.0, 2.0)]
     (run.folder / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps), encoding="utf-8")
-    seconds = {"rollouts": 8.0, "measure": 30.0}
-    text = estimate(run, whole, [Outcome(name, True, value, "") for name, value in seconds.items()])
+    for folder, seconds in (("rollouts", 8.0), ("bench", 30.0)):
+        write_json(run.folder / folder / FILE_NAME, {"seconds": seconds})
+    text = estimate(run, whole)
     assert "at most 8.3 min for 5,000 conversations" in text  # 80 took 8 s
     assert "19.8 min: 594 steps of 2.00 s" in text  # 2 epochs of 5,000 without 5 % held out, by 16
     assert "2.0 GB" in text

@@ -105,7 +105,7 @@ def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, st
     for command in ("serve", "chat"):
         assert (f"toolkit {command} --draft runs/tiny/ckpt" in out) == pays
     assert ("toolkit bench acceptance --draft ngram" in out) != pays
-    assert "accept_length" in out and "total" in out
+    assert "accept_length" in out
 
 
 @pytest.mark.process

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for, rank_ids
+from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for, problems_of, rank_ids, repaired
 
 VOCAB = 300
 
@@ -73,3 +73,42 @@ def test_forced_ids_are_special_tokens_and_stop_ids():
     added = {0: SimpleNamespace(special=True), 5: SimpleNamespace(special=False), 9: SimpleNamespace(special=True)}
     tokenizer = SimpleNamespace(added_tokens_decoder=added, all_special_ids=[0, 2])
     assert forced_ids_for(tokenizer, stop_ids={7, 400}, vocab_size=VOCAB) == (0, 2, 7, 9)
+
+
+LIST_VOCAB = 20
+# As the published FR-Spec builder writes it: ranked by frequency, then BOS (again) and EOS.
+PUBLISHED = torch.tensor([9, 1, 4, 7, 1, 2])
+COUNTS = torch.zeros(LIST_VOCAB, dtype=torch.int64)
+COUNTS[[9, 1, 4, 7, 12]] = torch.tensor([50, 40, 30, 20, 25])
+
+
+def test_each_problem_is_named():
+    """Duplicates break sampling, an id out of range crashes an engine, and a missing end of turn costs every answer."""
+    found = problems_of(torch.tensor([9, 1, 4, 1, 30, -2]), LIST_VOCAB, forced_ids=(4, 5))
+    assert [one.split(":")[0].split(",")[0] for one in found] == [
+        "1 duplicates",
+        "ids are not ascending",
+        "2 ids are outside the vocabulary [0",
+        "1 special ids are missing",
+    ]
+    assert problems_of(torch.tensor([1, 4, 9]), LIST_VOCAB, forced_ids=(4,)) == []
+    assert len(problems_of(torch.tensor([3, -1]))) == 2, "without a known vocabulary"
+
+
+@pytest.mark.parametrize(
+    "ids, counts, kept",
+    [
+        # 12 is the most frequent of the other ids and takes the duplicate's place.
+        (PUBLISHED, COUNTS, [1, 2, 4, 7, 9, 12]),
+        (PUBLISHED, None, [1, 2, 4, 7, 9]),
+        # The special ids 0 and 2 replace the least frequent by their counts; without counts no id is given up.
+        (torch.tensor([9, 1, 7, 4]), COUNTS, [0, 1, 2, 9]),
+        (torch.tensor([9, 1, 7, 4]), None, [0, 1, 2, 4, 7, 9]),
+    ],
+)
+def test_repaired_maps(ids, counts, kept):
+    """The size stays where it can, and no id is given up for a rarer one."""
+    forced = (2,) if ids is PUBLISHED else (0, 2)
+    token_map = repaired(ids, LIST_VOCAB, forced, counts)
+    assert token_map.ids.tolist() == kept
+    assert problems_of(token_map.ids, LIST_VOCAB, forced) == []

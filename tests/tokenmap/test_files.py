@@ -5,15 +5,18 @@ import pytest
 import torch
 
 from toolkit.tokenmap.build import build_token_map
-from toolkit.tokenmap.counts import Corpus, CorpusCounts, Counts, load_counts
+from toolkit.tokenmap.counts import Counts, Part, load_counts
 from toolkit.tokenmap.files import (
     load_freq_list,
     load_token_map,
+    read_ids,
     save_freq_list,
+    save_token_map,
     write_map_files,
     write_stage,
 )
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.weights import save_tensors
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -34,21 +37,11 @@ def test_ranked_lists_and_tensors_of_others_are_read(tmp_path):
     assert load_freq_list(tmp_path / "ranked.pt", 10) == load_freq_list(tmp_path / "tensor.pt", 10) == TOKEN_MAP
 
 
-def test_a_list_with_a_duplicate_is_refused(tmp_path):
-    """The published FR-Spec builder writes a second BOS id; such a file must not be served."""
-    torch.save([1, 4, 4], tmp_path / "freq.pt")
-    with pytest.raises(TokenMapError, match="freq.pt: 1 duplicate"):
-        load_freq_list(tmp_path / "freq.pt", 10)
-
-
 def counts_of(*counted: torch.Tensor, forced_ids: tuple[int, ...] = (), held_out: bool = False) -> Counts:
     """Counts of one corpus for each tensor; the last one is held out if asked for."""
-    corpora = []
-    for at, one in enumerate(counted):
-        own = {(False, "math"): one}
-        corpora.append(CorpusCounts(Corpus(f"c{at}", at + 1), own, 7, held_out and at == len(counted) - 1))
-    about = {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t", "roles": ["user"]}
-    return Counts(tuple(corpora), about)
+    last = len(counted) - 1
+    parts = [Part(f"c{at}", at + 1, held_out and at == last, "math", one) for at, one in enumerate(counted)]
+    return Counts(tuple(parts), {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t"})
 
 
 def test_stage_folder_holds_all_files(tmp_path):
@@ -93,3 +86,17 @@ def test_coverage_by_corpus_by_task_and_held_out(tmp_path):
     assert report["corpora"][1]["tasks"] == [{"task": "math", "tokens": 4, "coverage": 0.75}]
     assert report["rows"][0]["by_corpus"] == {"c0": 0.8, "c1": 0.75}
     assert report["rows"][0]["held_out_coverage"] == 2 / 3
+
+
+def test_all_files_of_a_map_are_read(tmp_path):
+    """Maps of others are lists, ours are folders, and heads hold theirs."""
+    token_map = TokenMap.from_ids([3, 5, 9], 20)
+    save_freq_list(tmp_path / "freq.pt", token_map)
+    save_token_map(tmp_path / "map" / "token_map.safetensors", token_map)
+    save_tensors(tmp_path / "head" / "model.safetensors", {"d2t": token_map.d2t.int(), "fc.weight": torch.ones(2)})
+    for name in ("freq.pt", "map", "map/token_map.safetensors", "head"):
+        assert read_ids(tmp_path / name).tolist() == [3, 5, 9]
+    torch.save([4, 4, 1], tmp_path / "raw.pt")
+    assert read_ids(tmp_path / "raw.pt").tolist() == [4, 4, 1], "as they stand in the file"
+    with pytest.raises(TokenMapError, match="does not exist"):
+        read_ids(tmp_path / "none")

@@ -18,8 +18,8 @@ from toolkit.targets.chat_templates import REMEDY
 from toolkit.targets.facts import TargetFacts, bare_facts, target_facts
 from toolkit.targets.load import load_tokenizer
 from toolkit.targets.target import end_of_turn_id
-from toolkit.tokenmap.build import forced_ids_for
-from toolkit.tokenmap.repair import problems_of, read_ids
+from toolkit.tokenmap.build import forced_ids_for, problems_of
+from toolkit.tokenmap.files import read_ids
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError
 

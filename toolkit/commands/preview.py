@@ -9,7 +9,6 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import DIM, END, GREEN, UNPRINTABLE, YELLOW
 
@@ -47,42 +46,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = LEGEND
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.limit < 1:
-        raise ArgumentsError(f"--limit is {args.limit}; at least 1 is needed")
-    show(args.rollouts, args.target, args.split, args.limit, args.max_length)
-    return 0
-
-
 CONTEXT, FIRST, SUPERVISED = "context", "first", "supervised"
 COLOURS = {CONTEXT: DIM, FIRST: YELLOW, SUPERVISED: GREEN}
 MARKS = {CONTEXT: ("", ""), FIRST: ("(", ")"), SUPERVISED: ("[", "]")}
 
 
-def show(
-    rollouts: Path, target: str | None, split: str, limit: int, max_length: int, *, revision: str | None = None
-) -> None:
-    """Print the first rollouts of a split, in the order of training and in colours on a terminal, then the totals.
-
-    target: the model whose tokenizer is used; None: the target that wrote the rollouts. Raises `DataError` when the
-    rollouts do not name it.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Prints the first rollouts of a split, in the order of training and in colours on a terminal, then the totals."""
     from toolkit.data.examples import load_examples
     from toolkit.targets.load import load_tokenizer
 
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    examples, cut = load_examples(rollouts, split, max_length)
-    provenance = next(read_rows(rollouts))[1].get("provenance") or {}
-    name = target or provenance.get("target")
+    examples, cut = load_examples(args.rollouts, args.split, args.max_length)
+    provenance = next(read_rows(args.rollouts))[1].get("provenance") or {}
+    name = args.target or provenance.get("target")
     if name is None:
-        raise DataError(f"{rollouts} does not name the target that wrote it; give it with --target")
-    tokenizer = load_tokenizer(name, revision)
-    for example in islice(examples, limit):
+        raise DataError(f"{args.rollouts} does not name the target that wrote it; give it with --target")
+    tokenizer = load_tokenizer(name)
+    for example in islice(examples, max(0, args.limit)):
         kinds = token_kinds(example.response)
         print(f"{example.id}: {kinds.count(SUPERVISED)} of {len(kinds)} tokens supervised")
         print(painted(example, kinds, tokenizer, coloured) + "\n")
     total = sum(token_kinds(example.response).count(SUPERVISED) for example in examples)
-    print(f"{len(examples)} {split} rollouts, {total} supervised tokens at step 0; {cut} cut to {max_length}")
+    print(f"{len(examples)} {args.split} rollouts, {total} supervised tokens at step 0; {cut} cut to {args.max_length}")
+    return 0
 
 
 def token_kinds(response: list[bool]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.commands.model_arguments import Arguments, add_engine_arguments
 from toolkit.pipeline.run import Run, recipe_stages
-from toolkit.pipeline.stages import Outcome, run_stages
+from toolkit.pipeline.stages import run_stages
 from toolkit.recipe import DEMO_RECIPE, BenchSettings, load_recipe
 from toolkit.recipe_yaml import build
 
@@ -29,9 +29,9 @@ def run_of(args: argparse.Namespace) -> Run:
     return Run(load_recipe(path, args.overrides), path, tuple(args.overrides))
 
 
-def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
+def run_one_stage(run: Run, stage: str, force: bool = False) -> None:
     """Bring one stage of the run folder up to date; its input must be there."""
-    return run_stages(run.folder, recipe_stages(run), only=stage, force=stage if force else None)[-1]
+    run_stages(run.folder, recipe_stages(run), only=stage, force=stage if force else None)
 
 
 def numbers_by_count(flag: str, text: str) -> dict[int, float]:

@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
         job.recipe = replace(job.recipe, rollouts=replace(job.recipe.rollouts, keep_features=False))
     from toolkit.pipeline.rollouts import answer_prompts  # loads torch
 
-    print(answer_prompts(job.writing_target, job.recipe.rollouts, job.recipe.seed, args.prompts, args.out, args.draft))
+    print(answer_prompts(job.target, job.recipe.rollouts, job.recipe.seed, args.prompts, args.out, args.draft))
     return 0

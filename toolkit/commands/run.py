@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     trains = args.until not in ("prompts", "rollouts", "token_map")
     job = Run(recipe, args.recipe, tuple(overrides), processes=args.num_processes, trains=trains)
-    outcomes = run_recipe(job, force=args.force, until=args.until)
-    if outcomes[-1].stage == "report":
-        print(next_steps(job) if whole is None else "\n" + estimate(job, whole, outcomes))
+    run_recipe(job, force=args.force, until=args.until)
+    if args.until in (None, "report"):
+        print(next_steps(job) if whole is None else "\n" + estimate(job, whole))
     return 0
 
 
@@ -50,23 +50,14 @@ def next_steps(job: Run) -> str:
     measured = json.loads(text)  # `weights.read_json` would load torch
     lines = ["", *([measured["outcome"]] if measured.get("outcome") else [])]
     lines += [f"report: {job.folder / REPORT_PAGE}", "", "next:"]
-    # A file of an earlier version has no recommendation; serve and chat then draft adaptively.
-    chosen, own = measured.get("recommended", "adaptive"), job.recipe.target
+    chosen, own = measured["recommended"], job.recipe.target
     name = own.model if own.revision is None else f"{own.model}@{own.revision}"
     given = [(one, getattr(own, one)) for one in changed(own, "dtype", "quantization", "chat_template")]
     target = shlex.join(["--target", name, *(f"--{one.replace('_', '-')}={value}" for one, value in given)])
     ckpt = shlex.quote(str(job.folder / "ckpt"))
     if chosen is None:
-        train = job.recipe.train
-        more = {"epochs": 2 * train.epochs} if train.max_steps is None else {"max_steps": 2 * train.max_steps}
-        new = [*(f"train.{name}={value}" for name, value in more.items()), f"run_dir={job.recipe.run_dir}-longer"]
-        kept = [one for one in job.overrides if not one.startswith(tuple(one.partition("=")[0] + "=" for one in new))]
         lines.append(f"  toolkit bench acceptance --draft ngram {target}   # drafts without a head")
-        lines.append(f"  toolkit run {shlex.join([str(job.recipe_path), *kept, *new])}   # longer training")
-        rows = [row for row in measured.get("rows", ()) if row["shape"] == "adaptive" and row.get("lookup")]
-        pays = any(round(row["speedup"] or 0, 2) > 1 for row in rows)
-        how = f"--draft ngram {target}   # lookup alone" if pays else f"{target}   # plain decoding"
-        lines.append(f"  toolkit serve {how}")
+        lines.append(f"  toolkit serve {target}   # plain decoding")
     else:
         shape = "" if chosen == "adaptive" else f" --shape {chosen}"
         lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]

@@ -33,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--force is for the recipe's run folder; remove {args.out.parent} to start over")
     from toolkit.pipeline.rollouts import write_prompts  # loads torch
 
-    print(write_prompts(job.writing_target, job.recipe.prompts, job.recipe.seed, args.out))
+    print(write_prompts(job.target, job.recipe.prompts, job.recipe.seed, args.out))
     return 0

@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.chat_rows import ROLES, encodable, read_message
 from toolkit.data.chat_template import Message
-from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows, valid_rows
+from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, streamed_rows, valid_rows
 from toolkit.jsonl import DataError, StoredRows, read_placed_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
@@ -61,16 +61,16 @@ def read_conversations(
 ) -> Conversations:
     """Read the conversations of one or more sources.
 
-    A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load (or wrote with
-    `save_to_disk`), or `hub:org/name[/config][:split]` (split "train" by default; a local path works like org/name).
+    A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load, or
+    `hub:org/name[/config][:split]` (split "train" by default; a local path works like org/name).
     `limit` takes the first conversations, or a random sample when `seed` is given. Several sources are interleaved.
     Repeated ids get a number (`id#2`). Raises `DataError` with file:line for a row of a file that is no conversation.
     Such rows of a dataset are skipped and counted in a warning, since users cannot correct them.
 
     Memory: the id and about 50 bytes per conversation for .jsonl files and datasets on disk, and as much again during
     the call (16 bytes per row of the file while a sample is drawn; rows outside the sample are not checked). Messages
-    stay in memory for sources without random access: .gz and .json files (.json is read at once), and hub datasets with
-    a limit.
+    stay in memory for sources without random access: .gz and .json files (.json is read at once), and datasets with a
+    limit.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     each = [_read_one(str(one), limit, seed) for one in sources]
@@ -175,14 +175,6 @@ def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
     return range(limit) if seed is None else sorted(random.Random(f"conversations {seed}").sample(range(count), limit))
 
 
-def _chosen_first(count: int, limit: int | None, seed: int | None) -> Iterator[int]:
-    """Yield the rows of `_chosen`, then all other rows, which replace those without a conversation."""
-    first = _chosen(count, limit, seed)
-    yield from first
-    taken = set(first)
-    yield from (at for at in range(count) if at not in taken)
-
-
 def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
     """Read conversations from rows without random access. `rows` starts again at each call; a sample counts first."""
     chosen = None if limit is None or seed is None else set(_chosen(sum(1 for _ in rows()), limit, seed))
@@ -192,33 +184,25 @@ def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, 
 
 
 def _from_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:
-    """Read conversations of a hub dataset, streamed when there is a limit, or of a local directory."""
+    """Read conversations of a hub dataset or of a local directory: all on access, or `limit` of them at once."""
     name = Path(dataset_name(source)).name
-    rows = load_rows(source, limit is not None, seed if limit is not None else None)
-    streamed = not hasattr(rows, "__len__")  # and shuffled there
-    numbered: Iterator[tuple[int, Row]] = (
-        enumerate(streamed_rows(source, rows))
-        if streamed
-        else ((at, row_on_disk(source, rows, at)) for at in _chosen_first(len(rows), limit, seed))
-    )
+    rows = load_rows(source, limit is not None, None if limit is None else seed)
 
     def parse(one: tuple[int, Row]) -> Conversation:
         at, (where, row) = one
         return conversation_from_row(row, where, f"{name}-{at}")
 
     places, ids = array("q"), []
-    with closing(valid_rows(source, numbered, parse, "conversation")) as found:
-        taken = itertools.islice(found, limit)
-        if streamed:
-            kept = [one for _, one in taken]
+    with closing(valid_rows(source, enumerate(streamed_rows(source, rows)), parse, "conversation")) as found:
+        if limit is not None:
+            kept = [one for _, one in itertools.islice(found, limit)]
             return Conversations([one.id for one in kept], kept.__getitem__)
-        for (at, _), one in taken:
+        for (at, _), one in found:
             places.append(at)
             ids.append(one.id)
 
     def read(index: int) -> Conversation:
-        where, found = row_on_disk(source, rows, places[index])
-        return conversation_from_row(found, where, ids[index])
+        return conversation_from_row(rows[places[index]], f"{source} row {places[index]}", ids[index])
 
     return Conversations(ids, read)
 

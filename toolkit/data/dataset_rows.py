@@ -20,8 +20,6 @@ HUB = "hub:"
 SHUFFLE_WINDOW = 10_000
 # A dataset whose first rows, this many, are of no use is of another kind.
 MAX_OTHER_ROWS = 100
-# What `save_to_disk` writes into its folder.
-SAVED = ("state.json", "dataset_dict.json")
 
 Row = tuple[str, Mapping[str, Any]]
 """(place for error messages, content)"""
@@ -32,23 +30,15 @@ def dataset_name(source: str) -> str:
     return _name_and_config(source)[0]
 
 
-def is_dataset(source: str) -> bool:
-    """Whether a source is read through `datasets` only: of the hub, or a folder that `save_to_disk` wrote."""
-    return source.startswith(HUB) or _is_saved(Path(source))
-
-
 def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
     """Load a `Dataset`, or with `streamed` an `IterableDataset`, shuffled when `seed` is given.
 
-    A folder that `save_to_disk` wrote is always loaded as a `Dataset`. Raises `DataError` with source and split.
+    Raises `DataError` with source and split.
     """
     datasets = optional_package("datasets", source)  # takes seconds to import
 
     (name, config), split = _name_and_config(source), source.removeprefix(HUB).partition(":")[2] or "train"
     try:
-        if _is_saved(Path(name)):
-            loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
         return rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW) if streamed and seed is not None else rows
     except _loading_errors() as error:
@@ -58,18 +48,8 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
         ) from error
 
 
-def row_on_disk(source: str, rows: Any, at: int) -> Row:
-    """Read row `at` of a `Dataset`. Raises `DataError` when it cannot be read."""
-    try:
-        return f"{source} row {at}", dict(rows[at])
-    except _loading_errors() as error:
-        raise DataError(
-            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); download the dataset again"
-        ) from error
-
-
 def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield the rows of a streamed dataset. Raises `DataError` when the download fails, which may happen at any row."""
+    """Yield the rows of a dataset. Raises `DataError` when one cannot be read: a download may fail at any row."""
     at = 0
     try:
         for at, row in enumerate(rows, 1):
@@ -104,10 +84,6 @@ def valid_rows(
     finally:
         if skipped:
             logger.warning(f"{source}: {skipped} of {seen} rows were skipped; the first: {first}")
-
-
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SAVED)
 
 
 def _name_and_config(source: str) -> tuple[str, str | None]:

@@ -1,13 +1,13 @@
 """The interface between data/ and a generator of tokens: the bundled engine, or any server.
 
-`GenerateFn` takes all requests at once, so that an engine can fill its continuous batch. It yields each result as soon
-as the request finishes, in any order, so that the caller can store it at once.
+`GenerateFn` takes requests as it has room for them, so that an engine can fill its continuous batch. It yields each
+result as soon as the request finishes, in any order, so that the caller can store it at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,9 @@ class GenerationResult:
         return {} if self.server is None else {"server": dict(self.server)}
 
 
-GenerateFn = Callable[[Sequence[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]
-"""Yields (index into the requests, result) as each request finishes: every index once, in any order."""
+GenerateFn = Callable[[Iterable[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]
+"""Yields (number of the request, result) as each request finishes: every number from 0 once, in any order. Requests
+that ended may go on after a result has been taken: an answer may lead to the next request."""
 
 
 def derived_seed(seed: int, *parts: object) -> int:

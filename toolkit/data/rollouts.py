@@ -1,8 +1,8 @@
 """Rollouts: the target's own answers to prompts, stored as the ids it generated, with their provenance.
 
-Conversations of several turns are answered turn by turn; each turn sees the target's own earlier answers. The n-th
-turns of many conversations are generated together as one wave. Each finished conversation is written at once as one
-line; a restarted run keeps the finished ones. A rollout depends only on the id of its conversation and the settings.
+Conversations of several turns are answered turn by turn; each turn sees the target's own earlier answers. Turns of many
+conversations are generated together. Each finished conversation is written at once as one line; a restarted run keeps
+the finished ones. A rollout depends only on the id of its conversation and the settings.
 
 A row: {"id", "split", "messages", "input_ids", "response_spans", "finish_reason", "provenance"}, and with a draft head
 "drafting": {"verify_steps", "accepted"}. `input_ids` is the rendered prompt of the last turn followed by the ids that
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +39,6 @@ from toolkit.weights import atomic_write, read_json, write_json
 
 logger = get_logger(__name__)
 
-# Enough conversations to fill a batch; few enough that a kill loses few unfinished ones.
-CONVERSATIONS_PER_WAVE = 1024
-
 OnProgress = Callable[[int, int, int], None]
 """(finished conversations, all conversations, tokens generated in this run)"""
 
@@ -59,8 +56,6 @@ def write_rollouts(
     temperatures: Mapping[str, float] | None = None,
     more_provenance: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
-    may_be_empty: bool = False,
-    per_wave: int = 0,
 ) -> dict[str, Any]:
     """Answer the user turns of `conversations`, write the rows to the .jsonl file `out_path`, return the statistics.
 
@@ -70,17 +65,13 @@ def write_rollouts(
     rows have the reason under "shortened".
     `max_context` limits the ids of prompt and answer together. Draws are seeded by (seed, id, turn).
     `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
-    Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about
-    300 bytes per conversation.
-    Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
-    conversation becomes a rollout (unless `may_be_empty`, for one process's share).
+    Conversations are read from the sequence as `generate` takes them. Memory: these, and about 300 bytes for each.
+    Raises `DataError` when the file holds rollouts of other prompts or settings.
     """
     paths = RolloutPaths(Path(out_path))
     ids = conversations.ids if isinstance(conversations, Conversations) else [one.id for one in conversations]
     places = {name: at for at, name in enumerate(ids)}
-    if len(places) < len(ids):
-        repeated = [name for name, count in Counter(ids).items() if count > 1]
-        raise DataError(f"{len(repeated)} conversation ids are repeated ({repeated[:3]}); give each its own id")
+    assert len(places) == len(ids), "ids of conversations are unique"
     provenance = {
         "target": target,
         "temperature": settings.temperature,
@@ -104,16 +95,18 @@ def write_rollouts(
     if done:
         logger.info(f"{paths.rows}: {len(done)} of {len(places)} conversations are already done, {len(pending)} remain")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
-        writer = _Writer(generate, tokenizer, settings, held_out, provenance_of, max_context, rows, skipped, tally)
-        size = max(per_wave, CONVERSATIONS_PER_WAVE)
-        for first in range(0, len(pending), size):
-            wave = pending[first : first + size]
-            for _ in writer.answer(user_turns(conversations[at]) for at in wave):
-                if on_progress is not None:
-                    on_progress(tally.ended, len(places), tally.written_tokens)
+        waiting = (user_turns(conversations[at]) for at in pending)
+        writer = _Writer(waiting, tokenizer, settings, held_out, provenance_of, max_context, rows, skipped, tally)
+        began = time.monotonic()
+        for index, result in generate(writer):
+            tally.written_tokens += len(result.output_ids)
+            writer.take(index, result)
+            if on_progress is not None:
+                on_progress(tally.ended, len(places), tally.written_tokens)
+        tally.seconds = time.monotonic() - began
     if temperatures is not None:
         provenance["temperature"] = sorted({provenance_of(name)["temperature"] for name in places})
-    return write_stats(paths, tally, len(places), provenance, settings.held_out, may_be_empty=may_be_empty)
+    return write_stats(paths, tally, len(places), provenance, settings.held_out)
 
 
 @dataclass
@@ -138,8 +131,13 @@ class _Dialogue:
 
 
 @dataclass
-class _Writer:
-    generate: GenerateFn
+class _Writer(Iterator[GenerationRequest]):
+    """Asks the next turns of conversations, begun ones first, and stores their answers.
+
+    As an iterator it ends when no turn can be asked now; after an answer there may be more.
+    """
+
+    conversations: Iterator[Conversation]
     tokenizer: PreTrainedTokenizerBase
     settings: RolloutSettings
     held_out: frozenset[str]
@@ -148,40 +146,34 @@ class _Writer:
     rows: RowAppender
     skipped: RowAppender
     tally: Tally
+    begun: deque[_Dialogue] = field(default_factory=deque)
+    asked: dict[int, tuple[_Dialogue, list[int]]] = field(default_factory=dict)  # dialogue, prompt
+    count: int = 0
     warned: bool = False
 
-    def answer(self, conversations: Iterable[Conversation]) -> Iterator[None]:
-        """Answer all turns of `conversations`, one wave per turn number; yield after each answer."""
-        wave = [_Dialogue(one.id, list(one.messages)) for one in conversations]
-        while wave:
-            asked, requests = self._requests(wave)
-            began = time.monotonic()
-            for index, result in self.generate(requests) if requests else ():
-                self.tally.written_tokens += len(result.output_ids)
-                self._take(asked[index], requests[index].prompt_ids, result)
-                yield
-            self.tally.seconds += time.monotonic() - began
-            wave = [one for one in asked if one.waiting]
-
-    def _requests(self, wave: Sequence[_Dialogue]) -> tuple[list[_Dialogue], list[GenerationRequest]]:
-        asked: list[_Dialogue] = []
-        requests: list[GenerationRequest] = []
-        for one in wave:
+    def __next__(self) -> GenerationRequest:
+        while True:
+            if self.begun:
+                one = self.begun.popleft()
+            else:
+                conversation = next(self.conversations)
+                one = _Dialogue(conversation.id, list(conversation.messages))
             one.ask()
             ids = prompt_ids(self.tokenizer, one.messages)
             room = self.max_context - len(ids)
-            if room < 1:
-                self._close(one, "prompt_too_long", prompt_tokens=len(ids), max_context=self.max_context)
-                continue
-            sample = self.provenance(one.id)
-            sample_seed = derived_seed(sample["seed"], "rollout", one.id, one.turn)
-            length = min(self.settings.max_tokens, room)
-            asked.append(one)
-            sampling = (sample["temperature"], self.settings.top_p, length, sample_seed)
-            requests.append(GenerationRequest(ids, *sampling, turn=one.turn, last=not one.waiting))
-        return asked, requests
+            if room >= 1:
+                break
+            self._close(one, "prompt_too_long", prompt_tokens=len(ids), max_context=self.max_context)
+        self.asked[self.count] = one, ids
+        self.count += 1
+        sample = self.provenance(one.id)
+        sample_seed = derived_seed(sample["seed"], "rollout", one.id, one.turn)
+        sampling = (sample["temperature"], self.settings.top_p, min(self.settings.max_tokens, room), sample_seed)
+        return GenerationRequest(ids, *sampling, turn=one.turn, last=not one.waiting)
 
-    def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
+    def take(self, number: int, result: GenerationResult) -> None:
+        """Store the answer to the request of this number, counted from 0."""
+        one, prompt = self.asked.pop(number)
         if result.finish_reason in UNANSWERED:
             self._close(one, result.finish_reason, turn=one.turn, prompt_tokens=len(prompt))
             return
@@ -207,6 +199,8 @@ class _Writer:
             self._close(one, "cut_answer")
         elif not complete:
             self._close(one, "special_tokens")
+        else:
+            self.begun.append(one)
 
     def _close(self, one: _Dialogue, reason: str, **details: int) -> None:
         """End a conversation early: write the turns answered so far, or record it as skipped if there are none."""
@@ -375,29 +369,16 @@ def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], as
 
 
 def write_stats(
-    paths: RolloutPaths,
-    tally: Tally,
-    total: int,
-    provenance: Mapping[str, Any],
-    held_out: float,
-    *,
-    may_be_empty: bool = False,
+    paths: RolloutPaths, tally: Tally, total: int, provenance: Mapping[str, Any], held_out: float
 ) -> dict[str, Any]:
-    """Write and return the statistics; warn about skipped rollouts. Raises `DataError` when no row was written."""
-    rollouts = tally.counts["rollouts"]
-    if not rollouts and not may_be_empty:
-        raise DataError(
-            f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
-            "give shorter prompts, another target, or servers that return token ids (no_round_trip) or have room for "
-            "these prompts (refused)"
-        )
+    """Write and return the statistics; warn about skipped conversations, and about an empty held-out split."""
     if tally.skipped or tally.shortened:
         logger.warning(
             f"{paths.rows}: of {total} conversations {tally.skipped.total()} were skipped {dict(tally.skipped)}, "
             f"{tally.shortened.total()} shortened {dict(tally.shortened)}"
         )
     if held_out > 0 and not tally.splits["held_out"]:
-        logger.warning(f"{paths.rows}: none of {rollouts} rollouts is held out at a share of {held_out}")
+        logger.warning(f"{paths.rows}: no rollout is held out at a share of {held_out}")
     last_run = {
         "tokens": tally.written_tokens,
         "seconds": round(tally.seconds, 3),

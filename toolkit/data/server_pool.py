@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Timeout
@@ -33,9 +34,8 @@ logger = get_logger(__name__)
 RETRIES = 12  # of the client for one request: about a minute
 REST_S = 10.0  # of a server that failed them all
 READ_TIMEOUT_S = 600.0  # and a second for each token of an answer
+BUSY = 429
 TOO_LONG = (400, 413)  # what servers say to a prompt beyond their context, and to other requests that they cannot read
-MOST_REFUSED = 20  # requests, of a server that answers none: it is not their prompts
-LATER = (408, 409, 425, 429)  # these, and all from 500, may succeed later
 # Sampling by temperature and top_p alone: the defaults of servers come from the target's generation config.
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -45,113 +45,94 @@ class ServerError(ValueError):
 
 
 class _Failed(Exception):
-    """A request failed, and may succeed later, here or on another server."""
+    """A request failed, and may succeed later, here or on another server. status: of the reply; None: none came."""
+
+    def __init__(self, said: str, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
 
 
-class _Busy(_Failed):
-    """A server has no room now; it is not down."""
+@contextmanager
+def open_servers(target: ServedTarget, per_server: int) -> Iterator[ServerPool]:
+    """Yield the pool of the servers of `target`, which answers inside of the block.
 
-
-class _Refused(ServerError):
-    """A server cannot read a request: as a rule because of its prompt."""
+    per_server: requests that each server has at once. The key in OPENAI_API_KEY, if there is one, is sent to them.
+    Raises `ServerError` if no server answers, or one serves another model.
+    """
+    with asyncio.Runner() as runner:  # its loop runs only inside of the pool's methods: no thread shares anything
+        pool = ServerPool(target, per_server, runner)
+        try:
+            runner.run(pool.identify())
+            yield pool
+        finally:
+            runner.run(pool.close())
 
 
 class ServerPool:
-    """A context manager whose `generate` is answered by the servers of `target`.
+    """Servers that answer requests together."""
 
-    per_server: requests that each server has at once. The key in OPENAI_API_KEY, if there is one, is sent to them.
-    Entering raises `ServerError` if no server answers, or one serves another model.
-    """
-
-    def __init__(self, target: ServedTarget, per_server: int) -> None:
-        self._target, self._per_server = target, per_server
+    def __init__(self, target: ServedTarget, per_server: int, runner: asyncio.Runner) -> None:
+        self._target, self._per_server, self._runner = target, per_server, runner
         self._servers = [_Server(url, target) for url in server_urls(target.servers)]
-        self._runner = asyncio.Runner()  # its loop runs only inside of our methods: no thread shares anything
-
-    def __enter__(self) -> ServerPool:
-        try:
-            self._runner.run(self._identify_all())
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    @property
-    def at_once(self) -> int:
-        """Requests that all servers together have at once."""
-        return self._per_server * len(self._servers)
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer for which the target and the servers have room. Raises `ServerError`."""
-        stated = (self._target.max_context, *(one.context_length for one in self._servers))
-        known = [length for length in stated if length is not None]
-        if not known:
-            raise ServerError(
-                f"neither the config of {self._target.name} nor a server states a context length; add "
-                "max_position_embeddings to the config.json"
-            )
-        return min(known)
+        """Tokens of prompt and answer for which the target and the servers have room, as far as they state it."""
+        stated = [self._target.max_context, *(one.context_length for one in self._servers)]
+        return min((length for length in stated if length is not None), default=sys.maxsize)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+    def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
         """A `GenerateFn`. Raises `ServerError` if a server refuses a request, and when no server answers any more."""
-        todo: asyncio.Queue[int] = asyncio.Queue()
+        todo: asyncio.Queue[tuple[int, GenerationRequest]] = asyncio.Queue()
         done: asyncio.Queue[tuple[int, GenerationResult] | Exception] = asyncio.Queue()
-        for index in range(len(requests)):
-            todo.put_nowait(index)
+        waiting, unanswered = enumerate(requests), 0
+
+        async def work(server: _Server) -> None:
+            """Answer requests until cancelled. An error ends up in `done`."""
+            try:
+                while True:
+                    await server.recover()
+                    index, request = await todo.get()
+                    try:
+                        done.put_nowait((index, await server.answer(request)))
+                    except _Failed as error:
+                        todo.put_nowait((index, request))
+                        await self._rest(server, error)
+            except Exception as error:
+                done.put_nowait(error)
 
         async def start() -> list[asyncio.Task[None]]:
-            count = min(self._per_server, len(requests))
-            work = [self._work(one, requests, todo, done) for one in self._servers for _ in range(count)]
-            return [asyncio.create_task(one) for one in work]
+            return [asyncio.create_task(work(one)) for one in self._servers for _ in range(self._per_server)]
 
         workers = self._runner.run(start())
         try:
-            for _ in requests:
+            while True:
+                # As many wait as run, so that a server that has ended one has another.
+                while todo.qsize() < len(workers) and (numbered := next(waiting, None)) is not None:
+                    todo.put_nowait(numbered)
+                    unanswered += 1
+                if not unanswered:
+                    return
                 answered = self._runner.run(done.get())
                 if isinstance(answered, Exception):
                     raise answered
+                unanswered -= 1
                 yield answered
         finally:
-            for worker in workers:
+            for worker in workers:  # the servers notice that their requests end
                 worker.cancel()
 
-    async def _work(
-        self,
-        server: _Server,
-        requests: Sequence[GenerationRequest],
-        todo: asyncio.Queue[int],
-        done: asyncio.Queue[tuple[int, GenerationResult] | Exception],
-    ) -> None:
-        """Answer requests until cancelled. An error ends up in `done`."""
-        try:
-            while True:
-                async with server.lock:
-                    while server.error:
-                        await asyncio.sleep(REST_S)
-                        await server.identify()  # it may have started again, with another model
-                index = await todo.get()
-                try:
-                    done.put_nowait((index, await server.answer(requests[index])))
-                except _Busy as error:
-                    todo.put_nowait(index)
-                    logger.warning("%s is busy (%s); the request is asked again in %.0f s", server.url, error, REST_S)
-                    await asyncio.sleep(REST_S)
-                except _Failed as error:
-                    todo.put_nowait(index)
-                    logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
-                    server.error = str(error)
-                    if all(one.error for one in self._servers):
-                        raise ServerError(self._silent("no server answers any more")) from error
-        except Exception as error:  # `generate` raises it
-            done.put_nowait(error)
+    async def _rest(self, server: _Server, error: _Failed) -> None:
+        logger.warning("%s: %s; it rests for %.0f s", server.url, error, REST_S)
+        if error.status == BUSY:  # no room now: it is not down
+            await asyncio.sleep(REST_S)
+            return
+        server.error = str(error)
+        if all(one.error for one in self._servers):
+            raise ServerError(self._silent("no server answers any more")) from error
 
-    async def _identify_all(self) -> None:
+    async def identify(self) -> None:
+        """Ask all servers for their model. Raises `ServerError` if none answers, or one serves another."""
         await asyncio.gather(*(one.identify() for one in self._servers))
         if all(one.error for one in self._servers):
             raise ServerError(self._silent("no server answers"))
@@ -163,16 +144,7 @@ class ServerPool:
         lines = "".join(f"\n  {one.url}: {one.error}" for one in self._servers)
         return f"{what}:{lines}\nstart a server and type the command again: what was answered is kept"
 
-    def _close(self) -> None:
-        self._runner.run(self._end())
-        self._runner.close()
-
-    async def _end(self) -> None:
-        """Cancel running requests, which the servers notice, and close the connections."""
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def close(self) -> None:
         for one in self._servers:
             await one.client.close()
 
@@ -187,10 +159,15 @@ class _Server:
         self.model, self.error = "", ""
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
-        self.lock = asyncio.Lock()
-        self._refused, self._answers = 0, False  # requests; whether it has answered any
-        end_of_turn = end_of_turn_id(target.tokenizer)
-        self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
+        self._lock = asyncio.Lock()
+        self._refused = False  # a request
+
+    async def recover(self) -> None:
+        """Wait until the server answers. It may have started again with another model, so it is asked for that."""
+        async with self._lock:
+            while self.error:
+                await asyncio.sleep(REST_S)
+                await self.identify()
 
     async def identify(self) -> None:
         """Find the target among the server's models, and set `error` if it cannot be asked.
@@ -198,25 +175,22 @@ class _Server:
         Raises `ServerError` if it serves another model.
         """
         try:
-            listed = await self._ask("/models")
+            cards = (await self._ask("/models"))["data"]
+            named = {card["id"]: card for card in cards}
         except _Failed as failed:
             self.error = str(failed)
             return
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
-            raise ServerError(f"{self.url}/models lists no models as OpenAI's API does; give the URL of such a server")
+        except (KeyError, TypeError) as error:
+            raise ServerError(f"{self.url}/models lists no models as OpenAI's API does; give such a server") from error
         wanted, name = self._target.served_model, self._target.name
-        if wanted is not None:
-            card = next((one for one in cards if one["id"] == wanted), None)
-        else:  # `root` (vLLM, SGLang) is what was loaded under the name `id`
-            card = next(
-                (one for one in cards if same_model(name, one["id"]) or same_model(name, one.get("root"))), None
-            )
+        # `root` (vLLM, SGLang) is what was loaded under the name `id`.
+        own = [one for one in cards if same_model(name, one["id"]) or same_model(name, one.get("root"))]
+        card = next(iter(own), None) if wanted is None else named.get(wanted)
         if card is None:
             asked = f"the target is {name!r}" if wanted is None else f"rollouts.server_model is {wanted!r}"
             raise ServerError(
-                f"{self.url} serves {', '.join(repr(one['id']) for one in cards) or 'no model'}, but {asked}; serve "
-                "the target there, or set rollouts.server_model to the name that the target has there"
+                f"{self.url} serves {', '.join(map(repr, named)) or 'no model'}, but {asked}; serve the target there, "
+                "or set rollouts.server_model to the name that the target has there"
             )
         self.error = ""
         self.model, self.context_length = card["id"], card.get("max_model_len")
@@ -226,11 +200,9 @@ class _Server:
     async def _version(self) -> str | None:
         for path in ("/version", "/get_server_info"):  # vLLM and ours, SGLang
             try:
-                found = await self._ask(self.url.removesuffix("/v1") + path)
-            except (_Failed, ServerError):
+                return str((await self._ask(self.url.removesuffix("/v1") + path))["version"])
+            except (_Failed, ServerError, KeyError, TypeError):
                 continue
-            if isinstance(found, dict) and "version" in found:
-                return str(found["version"])
         return None
 
     async def answer(self, request: GenerationRequest) -> GenerationResult:
@@ -248,12 +220,11 @@ class _Server:
         }
         try:
             reply = await self._ask("/completions", body)
-        except _Refused as error:
-            self._refused += 1
-            if self._refused >= MOST_REFUSED and not self._answers:
-                raise ServerError(f"{error}; so it did to the first {self._refused} requests") from error
-            if self._refused == 1:
-                logger.warning("%s; conversations with such prompts are skipped, and counted as %s", error, REFUSED)
+        except APIStatusError as error:
+            if not self._refused:
+                said = "%s refuses (%s); conversations with such prompts are skipped, and counted as %s"
+                logger.warning(said, self.url, _said(error), REFUSED)
+            self._refused = True
             return GenerationResult([], REFUSED, server=self.provenance)
         try:
             choice, model = reply["choices"][0], reply.get("model", self.model)
@@ -261,10 +232,7 @@ class _Server:
             if ids is None:
                 ids = self._tokenised(request.prompt_ids, choice, reply["usage"]["completion_tokens"])
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ServerError(
-                f"{self.url}/completions answers in another form than OpenAI's: {_short(reply)}"
-            ) from error
-        self._answers = True
+            raise ServerError(f"{self.url}/completions answers in another form than OpenAI's: {reply}") from error
         if model != self.model:
             raise ServerError(f"{self.url} was asked for the model {self.model!r}, but {model!r} answered")
         if reason not in ("stop", "length"):  # it shuts down, for example
@@ -280,14 +248,16 @@ class _Server:
         whole = encode(tokenizer, decode(tokenizer, prompt) + choice["text"])
         ids = whole[len(prompt) :]
         if choice["finish_reason"] == "stop":
+            end_of_turn = end_of_turn_id(tokenizer)
+            own = tokenizer.eos_token_id if end_of_turn is None else end_of_turn
             stated = (choice.get("matched_stop"), choice.get("stop_reason"))  # of SGLang, of vLLM
-            ids.append(next((one for one in stated if one in self._target.stop_ids), self._end_id))
+            ids.append(next((one for one in stated if one in self._target.stop_ids), own))
         return ids if whole[: len(prompt)] == list(prompt) and len(ids) == count else None
 
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON of a reply: of a POST with a body, which is tried again, else of a GET.
 
-        Raises `_Failed`, `_Refused`, `ServerError`.
+        Raises `_Failed`, `ServerError`, and `APIStatusError` for a request that is TOO_LONG.
         """
         try:
             if body is None:
@@ -298,12 +268,16 @@ class _Server:
         except APIConnectionError as error:
             raise _Failed(f"{type(error.__cause__ or error).__name__} {error.__cause__ or error}") from error
         except APIStatusError as error:
-            said = f"status {error.status_code}: {_short(error.response.text)}"
-            if error.status_code in LATER or error.status_code >= 500:
-                raise (_Busy if error.status_code == 429 else _Failed)(said) from error
+            if body is not None and error.status_code in TOO_LONG:
+                raise
+            if error.status_code in (408, 409, BUSY) or error.status_code >= 500:  # what the client has tried again
+                raise _Failed(_said(error), error.status_code) from error
             hint = "; set OPENAI_API_KEY to its key" if error.status_code in (401, 403) else ""
-            kind = _Refused if error.status_code in TOO_LONG else ServerError
-            raise kind(f"{self.url}{path} refuses ({said}){hint}") from error
+            raise ServerError(f"{self.url}{path} refuses ({_said(error)}){hint}") from error
+
+
+def _said(error: APIStatusError) -> str:
+    return f"status {error.status_code}: {' '.join(error.response.text.split())[:300]}"
 
 
 def same_model(target: str, name: str | None) -> bool:
@@ -333,8 +307,3 @@ def server_urls(servers: Sequence[str]) -> list[str]:
             "URL as http://host:8000/v1"
         )
     return list(dict.fromkeys(f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in listed))
-
-
-def _short(value: object) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.chat_rows import SENTINEL
 from toolkit.data.chat_template import ChatTemplateError, decode, encode, render_text, special_ids
 from toolkit.data.conversations import Conversation, write_conversations
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, written_ids
@@ -32,7 +33,6 @@ from toolkit.weights import sha256_json, write_json
 
 logger = get_logger(__name__)
 
-SENTINEL = "SENTINELWORDSOFTHEUSER"
 ATTEMPTS_PER_PROMPT = 4
 FIRST_GUESS = 0.85  # assumed share of accepted attempts before the first is judged
 MIN_ROUND = 16

@@ -24,7 +24,6 @@ from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.params import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture
@@ -149,13 +148,8 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     """Wrap the engine's drafter in a FeatureRecorder. Closing the engine closes the recorder.
 
     layer_ids: indices into HF `hidden_states`, ascending. Disable the engine's prefix cache: see FeatureRecorder.
-    Raises EngineError if rounds run as CUDA graphs: a replay does not call module hooks.
     """
-    if engine.has_graphs:
-        raise EngineError(
-            "features cannot be recorded while rounds run as CUDA graphs, because a replay does not call the module "
-            "hooks; open the engine with `disable_cuda_graph`"
-        )
+    assert not engine.has_graphs, "a replay of CUDA graphs calls no module hooks, so states would be missing"
     assert not engine.has_work(), "the engine has requests whose first states were not recorded"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)
     return recorder

@@ -15,8 +15,9 @@ from statistics import median
 
 from toolkit.jsonl import read_rows
 from toolkit.pipeline.run import METRICS, PROMPTS, ROLLOUTS_STATS, Run
-from toolkit.pipeline.stages import Outcome
+from toolkit.pipeline.stages import FILE_NAME
 from toolkit.recipe import Recipe, load_recipe
+from toolkit.weights import read_json
 
 STEPS = 4  # of the optimizer; the first one is slower than the others
 HELD_OUT = 0.1
@@ -77,19 +78,20 @@ def _write_prompts(recipe: Recipe) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def estimate(run: Run, whole: Recipe, outcomes: Sequence[Outcome]) -> str:
+def estimate(run: Run, whole: Recipe) -> str:
     """What the rehearsal says of the whole recipe: a line a stage, and the peak memory of a training process."""
     head = f"REHEARSAL of {whole.name} with {run.recipe.target.model}: times and memory are real, weights are random."
     lines = [f"\033[31m{head}\033[0m", "  the whole recipe on this machine, at these speeds:"]
-    return "\n".join([*lines, *(f"    {name:<10} {text}" for name, text in _estimates(run, whole, outcomes))])
+    return "\n".join([*lines, *(f"    {name:<10} {text}" for name, text in _estimates(run, whole))])
 
 
-def _estimates(run: Run, whole: Recipe, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    seconds = {one.stage: one.seconds for one in outcomes}
+def _estimates(run: Run, whole: Recipe) -> Iterator[tuple[str, str]]:
+    folders = {"rollouts": "rollouts", "measure": "bench"}
+    seconds = {name: read_json(run.folder / folder / FILE_NAME)["seconds"] for name, folder in folders.items()}
     known = whole.prompts.limit is not None or not whole.prompts.sources
     count = (whole.prompts.limit or 0) + whole.prompts.synthesize if known else 1000
     unit = f"{count:,} conversations" + ("" if known else " (the sources have no limit: times grow with their number)")
-    written = json.loads((run.folder / ROLLOUTS_STATS).read_text(encoding="utf-8"))
+    written = read_json(run.folder / ROLLOUTS_STATS)
     answers, here = written["rollouts"], len(list(read_rows(run.folder / PROMPTS)))
     if whole.prompts.synthesize:
         yield "prompts", f"not rehearsed: the target writes {whole.prompts.synthesize:,} of them itself"

@@ -4,18 +4,18 @@ them in the bundled engine or on servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from toolkit.data.chat_template import template_text
-from toolkit.data.conversations import Conversation, read_conversations, user_turns, write_conversations
+from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
-from toolkit.data.server_pool import ServerPool
+from toolkit.data.server_pool import open_servers
 from toolkit.data.synthesis import synthesise_prompts
-from toolkit.infer.drafters.choose_drafter import default_shape
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft
@@ -30,13 +30,13 @@ from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
-ROUNDS_PER_WAVE = 16
-Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
+Capture = Callable[..., AbstractContextManager[OnEnd]]
+"""(engine, conversations)"""
 
 
 def prompts_stage(run: Run) -> str:
     """The prompts of a run. Returns a headline."""
-    return write_prompts(run.writing_target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
+    return write_prompts(run.target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
 
 
 def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
@@ -76,7 +76,8 @@ def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed:
 
 def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
     bar = progress_bar("prompts", "prompt", settings.synthesize, "attempts")
-    with _generate(target, settings.max_running_requests) as generate, bar as show:
+    config = EngineConfig(max_running_requests=settings.max_running_requests, prefix_cache=False)
+    with _generator(target, config) as (generate, _), bar as show:
         stats = synthesise_prompts(
             generate,
             target.tokenizer,
@@ -90,14 +91,22 @@ def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: i
 
 
 @contextmanager
-def _generate(target: Target | ServedTarget, at_once: int) -> Iterator[GenerateFn]:
+def _generator(
+    target: Target | ServedTarget,
+    config: EngineConfig,
+    draft: Draft | None = None,
+    draft_used: str | None = None,
+    capture: Callable[[Engine], AbstractContextManager[OnEnd]] | None = None,
+) -> Iterator[tuple[GenerateFn, int]]:
+    """Yields what writes texts, the target's servers or an engine, and the context length in tokens."""
     if isinstance(target, ServedTarget):
-        with ServerPool(target, at_once) as pool:
-            yield pool.generate
+        with open_servers(target, config.max_running_requests) as pool:
+            yield pool.generate, pool.max_context
         return
-    engine = build_engine(EngineConfig(max_running_requests=at_once, prefix_cache=False), target).engine
+    engine = build_engine(config, target, draft).engine
     try:
-        yield engine_generate(engine)
+        with nullcontext() if capture is None else capture(engine) as on_end:
+            yield engine_generate(engine, draft_used, on_end), engine.context_length
     finally:
         engine.close()
 
@@ -114,7 +123,7 @@ def rollouts_stage(run: Run) -> str:
             captured_features, settings=run.recipe.train, max_tokens=settings.max_tokens, folder=folder / FEATURES
         )
     headline = answer_prompts(
-        run.writing_target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
+        run.target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
     )
     splits = read_json(folder / ROLLOUTS_STATS)["splits"]
     absent = [name for name, count in splits.items() if not count]
@@ -140,19 +149,14 @@ def answer_prompts(
     Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
 
     capture: keeps features, given the engine and the conversations (see feature_capture.py); not with servers.
-    Raises `PipelineError` for a draft head with servers.
+    Raises `PipelineError` for a draft head with servers, and when no conversation becomes a rollout.
     """
     conversations = read_conversations(prompts)
-    if isinstance(target, ServedTarget):
-        if draft_dir is not None:
-            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
-        with ServerPool(target, settings.max_running_requests) as pool:
-            # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
-            per_wave = ROUNDS_PER_WAVE * pool.at_once
-            return _write(pool.generate, target, settings, seed, conversations, out, pool.max_context, per_wave)
-    draft = None
+    draft = draft_used = None
     if draft_dir is not None:
-        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
+        if isinstance(target, ServedTarget):
+            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
+        draft, draft_used = fit_draft(load_draft(draft_dir, target.name, target.revision), target), str(draft_dir)
     config = EngineConfig(
         shape=None if draft is None else default_shape(draft).as_text(),
         verify="target",
@@ -161,27 +165,10 @@ def answer_prompts(
         prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
         disable_cuda_graph=capture is not None,  # a replay calls no hook that could keep them
     )
-    engine = build_engine(config, target, draft).engine
-    keeping = nullcontext() if capture is None else capture(engine, conversations)
-    try:
-        with keeping as on_end:
-            generate = engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end)
-            return _write(generate, target, settings, seed, conversations, out, engine.context_length)
-    finally:
-        engine.close()
-
-
-def _write(
-    generate: GenerateFn,
-    target: Target | ServedTarget,
-    settings: RolloutSettings,
-    seed: int,
-    conversations: Sequence[Conversation],
-    out: Path,
-    max_context: int,
-    per_wave: int = 0,
-) -> str:
-    with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
+    keeping = None if capture is None else partial(capture, conversations=conversations)
+    writer = _generator(target, config, draft, draft_used, keeping)
+    bar = progress_bar("rollouts", "conversation", len(conversations), "tokens")
+    with writer as (generate, max_context), bar as show:
         stats = write_rollouts(
             conversations,
             generate,
@@ -193,6 +180,11 @@ def _write(
             max_context=max_context,
             more_provenance=None if settings.server_model is None else {"server_model": settings.server_model},
             on_progress=show,
-            per_wave=per_wave,
+        )
+    if not stats["rollouts"]:
+        raise PipelineError(
+            f"none of {len(conversations)} conversations became a rollout (skipped: {stats['skipped']}); give shorter "
+            "prompts, another target, or servers that return token ids (no_round_trip) or have room for these prompts "
+            "(refused)"
         )
     return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"

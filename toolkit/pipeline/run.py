@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.pipeline.launch import check_packages, run_training, set_threads, training_line, training_processes
-from toolkit.pipeline.stages import Outcome, PipelineError, Stage, run_stages, say, summary
+from toolkit.pipeline.stages import PipelineError, Stage, run_stages, say
 from toolkit.recipe import BenchSettings, Recipe, RecipeError, result_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import read_json
@@ -55,34 +55,24 @@ class Run:
         return Path(self.recipe.run_dir)
 
     @cached_property
-    def target(self) -> Target:
-        """The target that writes prompts and rollouts, loaded once for both.
+    def target(self) -> Target | ServedTarget:
+        """The target that writes prompts and rollouts, loaded once for both; without weights where servers run it.
 
         Mistakes in the recipe that only later stages would find are found here, before hours of work:
         raises `DataError`, `DraftShapeError`, `RecipeError`, `TargetError`.
         """
-        self.check_bench()
-        self.check_processes()
-        # Stored features are in the dtype of the training's target; training would discard those of another dtype.
-        target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
-        check_head_fits(target, self.recipe.train)
-        return target
-
-    @property
-    def writing_target(self) -> Target | ServedTarget:
-        """The target that writes prompts and rollouts: without weights where servers run it. Raises as `target`."""
-        rollouts = self.recipe.rollouts
-        if not rollouts.server:
-            return self.target
         from toolkit.targets.facts import served_target
 
         self.check_bench()
         self.check_processes()
-        chosen = self.recipe.target
-        target = served_target(
-            chosen.model, chosen.revision, rollouts.server, rollouts.server_model, chosen.chat_template
-        )
-        check_head_fits(target.facts, self.recipe.train)
+        chosen, rollouts, template = self.recipe.target, self.recipe.rollouts, self.recipe.target.chat_template
+        if rollouts.server:
+            served = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model, template)
+            check_head_fits(served.facts, self.recipe.train)
+            return served
+        # Stored features are in the dtype of the training's target; training would discard those of another dtype.
+        target = self.load_target("training" if rollouts.keep_features else "rollouts")
+        check_head_fits(target, self.recipe.train)
         return target
 
     def check_bench(self) -> None:
@@ -160,17 +150,15 @@ def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftS
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes
 
 
-def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:
-    """Bring the stages of a run up to date, up to and with `until`; `force` redoes from one on. Prints what was done.
+def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> None:
+    """Bring the stages of a run up to date, up to and with `until`; `force` redoes from one on. Prints what is done.
 
     Raises `RecipeError` for a recipe that names no prompts, `PipelineError` as `run_stages` does.
     """
     stages = recipe_stages(run)
     threads = set_threads()
     say(f"{run.recipe.name}: {run.recipe_path} -> {run.folder} ({threads} threads; OMP_NUM_THREADS changes it)")
-    outcomes = run_stages(run.folder, stages, force=force, until=until)
-    print("\n" + summary(outcomes))
-    return outcomes
+    run_stages(run.folder, stages, force=force, until=until)
 
 
 def recipe_stages(run: Run) -> list[Stage]:

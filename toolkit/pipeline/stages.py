@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.log import Progress
-from toolkit.weights import WeightsError, read_json, sha256_file, write_json
+from toolkit.weights import read_json, sha256_file, write_json
 
 FILE_NAME = "manifest.json"
 FileMark = dict[str, Any]  # {"sha256", "size" in bytes, "mtime_ns"}
-State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
 
 
 @contextmanager
@@ -76,28 +75,17 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest at `path`; None when there is none. Raises `WeightsError` when the file is no manifest."""
-    if not path.is_file():
-        return None
-    value = read_json(path)
-    try:
-        return Manifest(**value)
-    except TypeError as error:
-        raise WeightsError(
-            f"{path} is not a manifest of this version ({error}); remove it to redo the stage"
-        ) from error
+    """The manifest at `path`; None when there is none."""
+    return Manifest(**read_json(path)) if path.is_file() else None
 
 
 def mark_file(path: Path, known: FileMark | None = None) -> FileMark:
     """Size, time and hash of a file. A file whose size and time equal `known`'s is not read again."""
     stat = path.stat()
-    if known and (known["size"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+    mark = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if known and mark.items() <= known.items():
         return known
-    return {
-        "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns),
-        "size": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-    }
+    return {"sha256": _sha256(path.resolve(), *mark.values()), **mark}
 
 
 @cache
@@ -159,37 +147,9 @@ class Stage:
     check: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a stage. seconds: of its last session that worked. worked: whether that was in this call."""
-
-    stage: str
-    worked: bool
-    seconds: float
-    headline: str
-
-
 def say(line: str) -> None:
     """Print a line about a stage on stdout, at once."""
     print(line, flush=True)
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Minutes by stage; those of stages that were up to date are from the time they were made."""
-    rows = [
-        f"  {one.stage:<10} {one.seconds / 60:6.1f} min  {one.headline}{'' if one.worked else '  (earlier)'}"
-        for one in outcomes
-    ]
-    total = f"  {'total':<10} {sum(one.seconds for one in outcomes) / 60:6.1f} min"
-    return "\n".join([*rows, total])
-
-
-@dataclass
-class _Look:
-    state: State
-    why: str
-    marks: dict[str, FileMark]
-    manifest: Manifest | None
 
 
 def run_stages(
@@ -199,8 +159,7 @@ def run_stages(
     only: str | None = None,
     force: str | None = None,
     until: str | None = None,
-    say: Callable[[str], None] = say,
-) -> list[Outcome]:
+) -> None:
     """Bring the stages up to date, in order: `only` one of them, or up to and with `until`; `force` redoes from one on.
 
     Raises `PipelineError`: unknown stage name, missing input, folder in use, or a stage that failed.
@@ -209,105 +168,98 @@ def run_stages(
     for option, wanted in (("--force", force), ("--until", until), ("stage", only)):
         if wanted is not None and wanted not in names:
             raise PipelineError(f"{option} {wanted}: no such stage; the stages are {', '.join(names)}")
-    outcomes = []
     with _lock(run_dir):
         for position, stage in enumerate(stages):
             if only in (None, stage.name):
                 if stage.name == force:
                     _check(stages[position:])
-                    _set_aside(run_dir, stages[position:], say)
+                    _set_aside(run_dir, stages[position:])
                 label = f"[{position + 1}/{len(stages)}] {stage.name:<10}"
-                outcomes.append(_bring_up_to_date(run_dir, stages[position:], label, say))
+                _bring_up_to_date(run_dir, stages[position:], label)
             if stage.name == until:
                 break
-    return outcomes
 
 
-def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str, say: Callable[[str], None]) -> Outcome:
-    stage = stages[0]
-    look = _look(run_dir, stage)
-    if look.state == "done" and look.manifest is not None:
-        if look.marks != look.manifest.inputs:  # same contents with another time: spare the next run the hashing
-            look.manifest.inputs = look.marks
-            look.manifest.write(_manifest_path(run_dir, stage))
-        made = (look.manifest.finished or "")[:16].replace("T", " ")
-        say(f"{label} skipped, up to date ({look.manifest.headline}, {made})")
-        return Outcome(stage.name, False, look.manifest.seconds, look.manifest.headline)
+def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str) -> None:
+    stage, path = stages[0], _manifest_path(run_dir, stages[0])
+    manifest = read_manifest(path)
+    marks = _marks(run_dir, stage, manifest)
+    reason = _reason(run_dir, stage, manifest, marks)
+    if reason is None:
+        assert manifest is not None, "a stage without a manifest has a reason to work"
+        if marks != manifest.inputs:  # same contents with another time: spare the next run the hashing
+            manifest.inputs = marks
+            manifest.write(path)
+        made = (manifest.finished or "")[:16].replace("T", " ")
+        say(f"{label} skipped, up to date ({manifest.headline}, {made})")
+        return
+    why, over_its_files = reason
     _check(stages)
-    say(f"{label} {look.why}")
-    if look.state in ("unknown", "changed", "incomplete"):
-        _set_aside(run_dir, stages, say)
-    return _work(run_dir, stage, look, label, say)
+    say(f"{label} {why}")
+    if not over_its_files:
+        _set_aside(run_dir, stages)
+    if manifest is None or manifest.status == "done" or not over_its_files:
+        manifest = Manifest(stage.name, "running", dict(stage.settings), marks, started=_now(), sessions=0)
+    manifest.sessions += 1
+    manifest.write(path)
+    begin = time.monotonic()
+    headline = stage.work()
+    missing = _missing(run_dir, stage)
+    if missing:
+        raise PipelineError(f"stage {stage.name} ended, but {', '.join(missing)} is not in {run_dir}")
+    _write_done(path, manifest, headline, time.monotonic() - begin)
+    say(f"{label} done in {manifest.seconds / 60:.1f} min ({headline})")
 
 
-def _look(run_dir: Path, stage: Stage) -> _Look:
-    manifest = read_manifest(_manifest_path(run_dir, stage))
+def _marks(run_dir: Path, stage: Stage, manifest: Manifest | None) -> dict[str, FileMark]:
     inputs = stage.inputs()
     for path in inputs.values():
         if not path.is_file():
             remedy = "run the stage before it" if path.is_relative_to(run_dir) else "correct the path in the recipe"
             raise PipelineError(f"stage {stage.name} needs {path}, which does not exist; {remedy}")
     known = manifest.inputs if manifest else {}
-    marks = {name: mark_file(path, known.get(name)) for name, path in inputs.items()}
+    return {name: mark_file(path, known.get(name)) for name, path in inputs.items()}
+
+
+def _reason(
+    run_dir: Path, stage: Stage, manifest: Manifest | None, marks: Mapping[str, FileMark]
+) -> tuple[str, bool] | None:
+    """Why a stage works, and whether over the files that it has; None: it is up to date."""
     if manifest is None:
-        existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
-        if existing and stage.self_checking:
-            return _Look("adopted", f"goes on with the files in {existing[0]}, if they fit", marks, None)
-        if existing:
-            return _Look("unknown", f"{existing[0]} has files but no manifest: starting afresh", marks, None)
-        return _Look("new", "started", marks, None)
+        existing = next((path for path in _places(run_dir, stage) if _holds_files(path)), None)
+        if existing is None:
+            return "started", True
+        if stage.self_checking:
+            return f"goes on with the files in {existing}, if they fit", True
+        return f"{existing} has files but no manifest: starting afresh", False
     reasons = differences(manifest, stage.settings, marks)
     if reasons:
         more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
-        return _Look("changed", f"redone, because {'; '.join(reasons[:3])}{more}", marks, manifest)
+        return f"redone, because {'; '.join(reasons[:3])}{more}", False
     if manifest.status != "done":
-        return _Look(
-            "interrupted", f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", marks, manifest
-        )
-    missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
-    if missing and stage.self_checking:
-        return _Look("adopted", f"goes on, because {missing[0]} is gone", marks, manifest)
+        return f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", True
+    missing = _missing(run_dir, stage)
     if missing:
-        return _Look("incomplete", f"redone, because {missing[0]} is gone", marks, manifest)
-    return _Look("done", "", marks, manifest)
+        return f"{'goes on' if stage.self_checking else 'redone'}, because {missing[0]} is gone", stage.self_checking
+    return None
 
 
-def _work(run_dir: Path, stage: Stage, look: _Look, label: str, say: Callable[[str], None]) -> Outcome:
-    resumed = look.state == "interrupted" and look.manifest is not None
-    manifest = Manifest(
-        stage=stage.name,
-        status="running",
-        settings=dict(stage.settings),
-        inputs=look.marks,
-        started=look.manifest.started if resumed and look.manifest else _now(),
-        sessions=look.manifest.sessions + 1 if resumed and look.manifest else 1,
-    )
-    path = _manifest_path(run_dir, stage)
-    manifest.write(path)
-    begin = time.monotonic()
-    headline = stage.work()
-    missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
-    if missing:
-        raise PipelineError(f"stage {stage.name} ended, but {', '.join(missing)} is not in {run_dir}")
-    manifest.status, manifest.headline, manifest.finished = "done", headline, _now()
-    manifest.seconds, manifest.versions = time.monotonic() - begin, _versions()
-    manifest.write(path)
-    say(f"{label} done in {manifest.seconds / 60:.1f} min ({headline})")
-    return Outcome(stage.name, True, manifest.seconds, headline)
+def _missing(run_dir: Path, stage: Stage) -> list[str]:
+    return [name for name in stage.outputs if not (run_dir / name).is_file()]
 
 
 def record_done(run_dir: Path, stage: Stage, headline: str, seconds: float) -> None:
     """Write the manifest of a stage whose work another command has done: the next run skips it."""
-    manifest = Manifest(stage.name, "done", dict(stage.settings), _look(run_dir, stage).marks, headline=headline)
-    manifest.started = manifest.finished = _now()
-    manifest.seconds, manifest.versions = seconds, _versions()
-    manifest.write(_manifest_path(run_dir, stage))
+    manifest = Manifest(stage.name, "running", dict(stage.settings), _marks(run_dir, stage, None), started=_now())
+    _write_done(_manifest_path(run_dir, stage), manifest, headline, seconds)
 
 
-def _versions() -> dict[str, Any]:
+def _write_done(path: Path, manifest: Manifest, headline: str, seconds: float) -> None:
     from toolkit.bench.records import git_commit, versions  # loads torch; a run that is up to date does without
 
-    return {**versions(), "commit": git_commit()}
+    manifest.status, manifest.headline, manifest.finished, manifest.seconds = "done", headline, _now(), seconds
+    manifest.versions = {**versions(), "commit": git_commit()}
+    manifest.write(path)
 
 
 def _check(stages: Sequence[Stage]) -> None:
@@ -315,7 +267,7 @@ def _check(stages: Sequence[Stage]) -> None:
         stage.check()
 
 
-def _set_aside(run_dir: Path, stages: Sequence[Stage], say: Callable[[str], None]) -> None:
+def _set_aside(run_dir: Path, stages: Sequence[Stage]) -> None:
     """Move the files of these stages to <run>/replaced/<time>, the last stage first, each one's manifest last."""
     attic = run_dir / "replaced" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     moved = False

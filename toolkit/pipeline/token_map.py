@@ -4,26 +4,22 @@ ids a draft vocabulary keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from toolkit.bench.report import coverage_figure
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.pipeline.token_counts import count_corpora, count_rollouts
 from toolkit.targets.facts import ServedTarget, served_target
 from toolkit.targets.load import load_tokenizer
-from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for
-from toolkit.tokenmap.counts import Counts, load_counts, parse_corpora
-from toolkit.tokenmap.files import write_map_files, write_stage
-from toolkit.tokenmap.repair import problems_of, read_ids, repaired
+from toolkit.tokenmap.build import build_token_map, coverage, forced_ids_for, problems_of, repaired
+from toolkit.tokenmap.counts import Counts, Part, load_counts, parse_corpora
+from toolkit.tokenmap.files import read_ids, write_map_files, write_stage
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import atomic_write
 
-# So many ids of each map that the other lacks are shown.
-SHOWN_IDS = 10
+SHOWN_IDS = 10  # of each map that the other lacks
 
 
 def token_map_stage(run: Run) -> str:
@@ -36,9 +32,8 @@ def token_map_stage(run: Run) -> str:
 def map_rollouts(target: ServedTarget, rollouts: Path, out: Path, size: int | None, share: float | None) -> str:
     """The map of a run: over the response tokens of the training split. Returns a headline."""
     vocab_size = target.facts.vocab_size
-    forced = forced_ids_for(target.tokenizer, target.stop_ids, vocab_size)
-    about = _about(target.name, (), vocab_size, forced)
-    return write_map(Counts((count_rollouts(rollouts, vocab_size),), about), out, size, share)
+    parts = count_rollouts(rollouts, vocab_size)
+    return write_map(_counts(parts, target.name, target.tokenizer, target.stop_ids, vocab_size), out, size, share)
 
 
 def counts_of(
@@ -51,23 +46,24 @@ def counts_of(
     vocab_size: int | None,
     num_proc: int,
 ) -> Counts:
-    """The counts of corpora, each SPEC[:WEIGHT]. `datasets` caches texts and counts in `out`, which gets no map here.
+    """The counts of corpora, each SPEC[:WEIGHT]. `datasets` caches texts and ids in `out`, which gets no map here.
 
     roles: whose turns are counted in conversations. vocab_size: rows of the target's output embedding; None: the
     tokenizer's size. Raises `TokenMapError`, `DataError`, `TargetError`.
     """
     tokenizer = load_tokenizer(tokenizer_name)
     size, cache = vocab_size or len(tokenizer), out / "counting"
-    counted = count_corpora(parse_corpora(corpora), parse_corpora(held_out), tokenizer, roles, size, cache, num_proc)
-    return Counts(counted, _about(tokenizer_name, roles, size, forced_ids_for(tokenizer, (), size)))
+    parts = count_corpora(parse_corpora(corpora), parse_corpora(held_out), tokenizer, roles, size, cache, num_proc)
+    return _counts(parts, tokenizer_name, tokenizer, (), size)
+
+
+def _counts(parts: Sequence[Part], name: str, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int) -> Counts:
+    forced = forced_ids_for(tokenizer, stop_ids, vocab_size)
+    return Counts(tuple(parts), {"tokenizer": name, "vocab_size": vocab_size, "forced_ids": list(forced)})
 
 
 def write_map(counts: Counts, out: Path, size: int | None, share: float | None) -> str:
-    """Write the map that `size` or `share` (a coverage) asks for, or of all ids. Returns a headline.
-
-    Raises `TokenMapError`."""
-    if size is None and share is None:
-        size = counts.vocab_size
+    """Write the map that `size` or `share` (a coverage) asks for. Returns a headline. Raises `TokenMapError`."""
     # A vocabulary smaller than the size asked for is kept whole.
     wanted = None if size is None else min(size, counts.vocab_size)
     token_map = build_token_map(counts.total(), size=wanted, coverage=share, forced_ids=counts.forced_ids)
@@ -86,12 +82,8 @@ def write_map_folder(token_map: TokenMap, counts: Counts, out: Path) -> str:
     return f"{headline}, {100 * report['held_out_coverage']:.1f} % of {report['held_out_tokens']} held out"
 
 
-def _about(tokenizer: str, roles: Sequence[str], vocab_size: int, forced_ids: Sequence[int]) -> dict[str, Any]:
-    return {"tokenizer": tokenizer, "roles": list(roles), "vocab_size": vocab_size, "forced_ids": list(forced_ids)}
-
-
 def repair_map(
-    path: Path, tokenizer_name: str | None, vocab_size: int | None, out: Path, counts_path: Path | None
+    path: Path, tokenizer_name: str | None, out: Path, counts_path: Path | None
 ) -> tuple[list[str], TokenMap]:
     """Write the repaired map of a list to `out`; with counts, also what it covers. Returns the problems and the map.
 
@@ -100,19 +92,17 @@ def repair_map(
     """
     ids = read_ids(path)
     counts = None if counts_path is None else load_counts(counts_path)
-    name = tokenizer_name or (counts.about["tokenizer"] if counts else None)
-    if name is None:
+    tokenizer = _tokenizer_of(tokenizer_name, counts)
+    if tokenizer is None:
         raise TokenMapError(f"the special ids that {path} must have are not known; give --tokenizer MODEL or --counts")
-    tokenizer = load_tokenizer(name)
-    size = counts.vocab_size if counts else vocab_size or len(tokenizer)
+    size = counts.vocab_size if counts else len(tokenizer)
     forced = forced_ids_for(tokenizer, (), size)
-    found = problems_of(ids, size, forced)
     token_map = repaired(ids, size, forced, None if counts is None else counts.total())
     if counts is None:
         write_map_files(out, token_map)
     else:
         write_map_folder(token_map, counts, out)
-    return found, token_map
+    return problems_of(ids, size, forced), token_map
 
 
 def describe_difference(a: Path, b: Path, tokenizer_name: str | None, counts_path: Path | None) -> str:
@@ -121,8 +111,7 @@ def describe_difference(a: Path, b: Path, tokenizer_name: str | None, counts_pat
     The text of ids comes from the named tokenizer, else from that of the counts. Raises `TokenMapError`.
     """
     counts = None if counts_path is None else load_counts(counts_path)
-    name = tokenizer_name or (counts.about["tokenizer"] if counts else None)
-    tokenizer = None if name is None else load_tokenizer(name)
+    tokenizer = _tokenizer_of(tokenizer_name, counts)
     maps = {"A": read_ids(a), "B": read_ids(b)}
     lines = []
     for (letter, ids), path in zip(maps.items(), (a, b), strict=True):
@@ -130,39 +119,25 @@ def describe_difference(a: Path, b: Path, tokenizer_name: str | None, counts_pat
     sets = {letter: set(ids.tolist()) for letter, ids in maps.items()}
     common = sets["A"] & sets["B"]
     alone = {letter: own - common for letter, own in sets.items()}
-    lines.append(
-        f"\nin both {len(common):,}; only in A {len(alone['A']):,}; only in B {len(alone['B']):,}"
-        + ("; the maps are equal" if not alone["A"] and not alone["B"] else "")
-    )
+    equal = "" if alone["A"] or alone["B"] else "; the maps are equal"
+    lines.append(f"\nin both {len(common):,}; only in A {len(alone['A']):,}; only in B {len(alone['B']):,}{equal}")
+    often: dict[int, int] = {}
     if counts is not None:
-        lines += _coverages(sets, counts)
-    total = None if counts is None else counts.total()
+        often = dict(enumerate(counts.total().tolist()))
+        inside = {letter: ids[(ids >= 0) & (ids < counts.vocab_size)].unique() for letter, ids in maps.items()}
+        for what, counted in (("counted", counts.total()), ("held-out", counts.total(held_out=True))):
+            shares = ", ".join(f"{letter} {100 * coverage(counted, ids):.2f} %" for letter, ids in inside.items())
+            lines += [f"covered of {int(counted.sum()):,} {what} tokens: {shares}"] if counted.any() else []
     for letter, own in alone.items():
-        lines += _only_in(letter, own, total, tokenizer)
+        shown = sorted(own, key=lambda one: (-often.get(one, 0), one))[:SHOWN_IDS]
+        lines += [f"\nonly in {letter} ({len(shown)} of {len(own):,}):"] if own else []
+        for one in shown:
+            number = f"  {often.get(one, 0):>12,}" if often else ""
+            lines.append(f"  {one:>8}{number}" + ("" if tokenizer is None else f"  {tokenizer.decode([one])!r}"))
     return "\n".join(lines)
 
 
-def _coverages(sets: dict[str, set[int]], counts: Counts) -> Iterator[str]:
-    for what, counted in (("counted", counts.total()), ("held-out", counts.held_out_counts())):
-        if counted is not None:
-            inside = {
-                letter: torch.tensor([one for one in sorted(ids) if 0 <= one < counts.vocab_size], dtype=torch.int64)
-                for letter, ids in sets.items()
-            }
-            shares = ", ".join(f"{letter} {100 * coverage(counted, ids):.2f} %" for letter, ids in inside.items())
-            yield f"covered of {int(counted.sum()):,} {what} tokens: {shares}"
-
-
-def _only_in(letter: str, ids: set[int], counts: torch.Tensor | None, tokenizer: Any) -> Iterator[str]:
-    if not ids:
-        return
-
-    def count(one: int) -> int:
-        return int(counts[one]) if counts is not None and 0 <= one < counts.numel() else 0
-
-    shown = sorted(ids, key=lambda one: (-count(one), one))[:SHOWN_IDS]
-    order = "the lowest ids" if counts is None else "the most frequent"
-    yield f"\nonly in {letter}, {order} ({len(shown)} of {len(ids):,}):"
-    for one in shown:
-        number = "" if counts is None else f"  {count(one):>12,}"
-        yield f"  {one:>8}{number}" + ("" if tokenizer is None else f"  {tokenizer.decode([one])!r}")
+def _tokenizer_of(name: str | None, counts: Counts | None) -> Any:
+    """The named tokenizer, else that of the counts, else None."""
+    name = name or (counts.about["tokenizer"] if counts else None)
+    return None if name is None else load_tokenizer(name)

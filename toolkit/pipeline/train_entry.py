@@ -1,9 +1,9 @@
 """What the accelerate entries (toolkit/train/eagle3.py and others) do: parse, bring the stages before training up to
 date, train.
 
-Process 0 runs these stages in a process of its own, `python -m toolkit.pipeline.train_entry RECIPE [a.b=c ...]`, for
-two reasons. The launcher gives its workers one thread each and a rank, and torch and accelerate read both only once.
-And the memory of the engine is free again when that process ends.
+Process 0 runs these stages in a process of its own, `toolkit prepare-data`, for two reasons. The launcher gives its
+workers one thread each and a rank, and torch and accelerate read both only once. And the memory of the engine is free
+again when that process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from toolkit.errors import exit_status
 from toolkit.log import get_logger
 from toolkit.pipeline.launch import STAGES_DONE, check_packages
-from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, recipe_stages, run_recipe, training_headline
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, recipe_stages, training_headline
 from toolkit.pipeline.stages import PipelineError, record_done
 from toolkit.recipe import DEMO_RECIPE, REPOSITORY, RecipeError, load_recipe
 from toolkit.recipe_fields import HeadName
@@ -68,7 +68,7 @@ def _run_where_needed(run_dir: Path, recipe_path: str, overrides: Sequence[str])
         return
     if absent:
         log.info("no %s yet: the stages before training come first", absent[0])
-    line = [sys.executable, "-m", "toolkit.pipeline.train_entry", recipe_path, *overrides]
+    line = [sys.executable, "-m", "toolkit", "prepare-data", "--recipe", recipe_path, *overrides]
     status = subprocess.run(line, env=stage_environment(), check=False).returncode
     if status:
         raise PipelineError(f"the stages before training ended with status {status}; see their message above")
@@ -86,12 +86,6 @@ def stage_environment() -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = threads
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return environment
-
-
-def main(recipe_path: str, *overrides: str) -> int:
-    """Bring the stages of a recipe up to date, up to and with the token map. Returns an exit status."""
-    run_recipe(Run(load_recipe(recipe_path, overrides), Path(recipe_path), overrides), until="token_map")
-    return 0
 
 
 def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
@@ -128,7 +122,3 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
         stage = next(one for one in recipe_stages(Run(recipe, Path(path), overrides)) if one.name == "train")
         record_done(run_dir, stage, training_headline(run_dir), time.monotonic() - begin)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(*sys.argv[1:])))

@@ -9,12 +9,12 @@ stores offsets. FR-Spec (arXiv 2502.14856) ranks ids the same way on any corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError, some
 
 
 def build_token_map(
@@ -71,38 +71,6 @@ def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
     return int(counts[ids].sum()) / total if total else 0.0
 
 
-def coverage_table(
-    counts: torch.Tensor,
-    sizes: Iterable[int],
-    forced_ids: Sequence[int] = (),
-    held_out: torch.Tensor | None = None,
-    corpora: Mapping[str, torch.Tensor] | None = None,
-) -> list[dict[str, Any]]:
-    """Return one row per vocabulary size, ascending: the share covered, and how many of the kept ids occur.
-
-    `held_out` [V]: counts of text that is not ranked; each row then has the share of it that is covered, too.
-    corpora: counts [V] by name; each row then has their shares by name as `by_corpus`.
-    """
-    order = rank_ids(counts, forced_ids)
-    ranked = counts[order]
-    covered = ranked.cumsum(0)
-    occurring = (ranked > 0).cumsum(0)
-    held_out_sums = None if held_out is None else held_out[order].cumsum(0)
-    each = {name: one[order].cumsum(0) for name, one in (corpora or {}).items()}
-    rows: list[dict[str, Any]] = []
-    for size in sorted(set(sizes)):
-        rows.append({"size": size, "coverage": _share(covered, size), "distinct": int(occurring[size - 1])})
-        if held_out_sums is not None:
-            rows[-1]["held_out_coverage"] = _share(held_out_sums, size)
-        if each:
-            rows[-1]["by_corpus"] = {name: _share(one, size) for name, one in each.items()}
-    return rows
-
-
-def _share(cumulated: torch.Tensor, size: int) -> float:
-    return int(cumulated[size - 1]) / max(int(cumulated[-1]), 1)
-
-
 def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:
     """Return all ids [V]: forced ids first, then by descending count, ties by ascending id."""
     forced = torch.tensor(sorted(set(forced_ids)), dtype=torch.int64)
@@ -112,3 +80,46 @@ def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tens
     is_forced = torch.zeros(counts.numel(), dtype=torch.bool)
     is_forced[forced] = True
     return torch.cat([forced, by_count[~is_forced[by_count]]])
+
+
+def problems_of(ids: torch.Tensor, vocab_size: int | None = None, forced_ids: Sequence[int] = ()) -> list[str]:
+    """Return what is wrong with the ids [D] of a file: duplicates, order, ids outside the vocabulary or missing.
+
+    vocab_size: None if it is not known.
+    """
+    found = []
+    unique, times = ids.unique(return_counts=True)
+    if unique.numel() < ids.numel():
+        repeated = unique[times > 1]
+        found.append(f"{ids.numel() - unique.numel()} duplicates: {some(repeated)}; sampling is then not exact")
+    if (ids[1:] < ids[:-1]).any():
+        found.append("ids are not ascending, so they cannot be stored as d2t")
+    outside = unique[(unique < 0) | (unique >= (vocab_size or torch.iinfo(torch.int64).max))]
+    if outside.numel():
+        found.append(f"{outside.numel()} ids are outside the vocabulary [0, {vocab_size or 'V'}): {some(outside)}")
+    missing = torch.tensor(sorted(set(forced_ids) - set(unique.tolist())), dtype=torch.int64)
+    if missing.numel():
+        found.append(f"{missing.numel()} special ids are missing, so they are never drafted: {some(missing)}")
+    return found
+
+
+def repaired(
+    ids: torch.Tensor, vocab_size: int, forced_ids: Sequence[int], counts: torch.Tensor | None = None
+) -> TokenMap:
+    """Return the map of the valid ids in `ids` [D] and of the forced ids.
+
+    With `counts` [V] the map keeps its size D: the most frequent other ids replace those that were dropped, and the
+    least frequent of `ids` make room for forced ones. Without counts no valid id is given up.
+    Raises `TokenMapError` when half of the list or more is outside the vocabulary.
+    """
+    valid = ids[(ids >= 0) & (ids < vocab_size)].tolist()
+    if 2 * len(valid) <= ids.numel():
+        raise TokenMapError(
+            f"only {len(valid)} of the list's {ids.numel()} ids are in the vocabulary [0, {vocab_size}): it is of "
+            "another tokenizer, whose ids mean other texts here; build a map for this target from texts"
+        )
+    forced, own = set(forced_ids), set(valid)
+    if counts is None:
+        return TokenMap.from_ids(forced | own, vocab_size)
+    ranked = sorted(rank_ids(counts, forced_ids).tolist(), key=lambda one: (one not in forced, one not in own))
+    return TokenMap.from_ids(ranked[: max(ids.numel(), len(forced))], vocab_size)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.tokenmap.build import coverage, coverage_table
-from toolkit.tokenmap.counts import COUNTS, CorpusCounts, Counts, save_counts
+from toolkit.tokenmap.build import coverage, rank_ids
+from toolkit.tokenmap.counts import COUNTS, Counts, Part, save_counts
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError, as_ids
 from toolkit.weights import WeightsError, atomic_write, load_tensors, save_tensors, write_json
 
 SMALLEST_ROW = 256
+FILE_NAMES = ("token_map.safetensors", "model.safetensors")  # of a folder of ours, of a draft directory
 
 
 def save_freq_list(path: str | Path, token_map: TokenMap) -> None:
@@ -39,20 +41,33 @@ def load_freq_list(path: str | Path, vocab_size: int) -> TokenMap:
 def read_freq_list(path: str | Path) -> torch.Tensor:
     """Read the ids [D] int64 of a freq_N.pt as they are, duplicates too. Raises `TokenMapError` for other formats."""
     try:
-        loaded = torch.load(path, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        return as_ids(torch.load(path, weights_only=True))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise TokenMapError(
             f"{path} cannot be read as a token map ({reason}); expected a file that torch.save wrote from a list of ids"
         ) from error
-    if isinstance(loaded, list) and not all(type(token) is int for token in loaded):
-        raise TokenMapError(f"{path} holds a list whose entries are not all integers; expected a plain list of ids")
-    if not isinstance(loaded, (list, torch.Tensor)):
-        raise TokenMapError(f"{path} holds a {type(loaded).__name__}; expected a plain list of ids")
-    try:
-        return as_ids(loaded)
-    except TokenMapError as error:
-        raise TokenMapError(f"{path}: {error}") from error
+
+
+def read_ids(path: str | Path) -> torch.Tensor:
+    """Read the ids [D] of a freq_N.pt as they stand in it, or of a .safetensors file with d2t.
+
+    A folder is one that `toolkit build-token-map` wrote, or a draft directory. Raises `TokenMapError`, `WeightsError`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = next((path / name for name in FILE_NAMES if (path / name).is_file()), None)
+        if file is None:
+            raise TokenMapError(f"{path} has no {' and no '.join(FILE_NAMES)}; give a token map's file or folder")
+        path = file
+    if not path.is_file():
+        raise TokenMapError(f"{path} does not exist; give a freq_N.pt, a token_map.safetensors or a draft directory")
+    if path.suffix != ".safetensors":
+        return read_freq_list(path)
+    d2t = load_tensors(path).get("d2t")
+    if d2t is None:
+        raise TokenMapError(f"{path} has no d2t: this head drafts all ids of its target")
+    return d2t.long() + torch.arange(d2t.numel())
 
 
 def save_token_map(path: str | Path, token_map: TokenMap) -> None:
@@ -64,19 +79,10 @@ def load_token_map(path: str | Path) -> TokenMap:
     """Read a token_map.safetensors. Raises `TokenMapError` when a tensor is missing or d2t and t2d disagree."""
     try:
         tensors = load_tensors(path)
-    except WeightsError as error:
-        raise TokenMapError(str(error)) from error
-    if set(tensors) != {"d2t", "t2d"}:
-        raise TokenMapError(f"{path} holds {', '.join(sorted(tensors)) or 'no tensors'}; expected d2t and t2d")
-    if tensors["t2d"].dtype != torch.bool or tensors["t2d"].dim() != 1:
-        raise TokenMapError(
-            f"{path}: t2d is {tensors['t2d'].dtype} of shape {tuple(tensors['t2d'].shape)}; expected bool [V]"
-        )
-    try:
         token_map = TokenMap.from_d2t(tensors["d2t"], tensors["t2d"].numel())
-    except TokenMapError as error:
-        raise TokenMapError(f"{path}: {error}") from error
-    if not torch.equal(token_map.t2d, tensors["t2d"]):
+    except (WeightsError, TokenMapError, KeyError) as error:
+        raise TokenMapError(f"{path} is no token map: {error}; expected the tensors d2t and t2d of one") from error
+    if not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise TokenMapError(f"{path}: d2t and t2d keep different ids; build the map again")
     return token_map
 
@@ -112,11 +118,25 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
     rows: {size, coverage, distinct} for powers of two and for the map's size, with held_out_coverage and by_corpus
     where there is held-out text, or more than one corpus. Held-out coverage bounds drafts on unseen text.
     """
-    total, held_out = counts.total(), counts.held_out_counts()
-    forced = counts.forced_ids
-    ranked = {one.corpus.spec: one.ranked_counts() for one in counts.corpora if not one.held_out}
+    total, held_out, forced = counts.total(), counts.total(held_out=True), counts.forced_ids
+    corpora: dict[tuple[str, bool], list[Part]] = {}
+    for one in counts.parts:
+        corpora.setdefault((one.spec, one.held_out), []).append(one)
+    ranked = {spec: _sum(parts) for (spec, is_held_out), parts in corpora.items() if not is_held_out}
+    order = rank_ids(total, forced)
+
+    def row(size: int) -> dict[str, Any]:
+        ids = order[:size]
+        found: dict[str, Any] = {"size": size, "coverage": coverage(total, ids)}
+        found["distinct"] = int((total[ids] > 0).sum())
+        if held_out.any():
+            found["held_out_coverage"] = coverage(held_out, ids)
+        if len(ranked) > 1:
+            found["by_corpus"] = {spec: coverage(one, ids) for spec, one in ranked.items()}
+        return found
+
     powers = [1 << bits for bits in range(SMALLEST_ROW.bit_length() - 1, total.numel().bit_length())]
-    sizes = [size for size in [*powers, token_map.size, total.numel()] if len(forced) <= size <= total.numel()]
+    sizes = {size for size in (*powers, token_map.size, total.numel()) if len(forced) <= size <= total.numel()}
     report = {
         "size": token_map.size,
         "vocab_size": token_map.vocab_size,
@@ -125,31 +145,31 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
         "distinct": int((total > 0).sum()),
         "sha256": token_map.sha256,
         "forced_ids": forced,
-        "corpus": {"tokenizer": counts.about["tokenizer"], "corpora": [str(one.corpus) for one in counts.corpora]},
-        "corpora": [_of_corpus(one, token_map) for one in counts.corpora],
-        "rows": coverage_table(total, sizes, forced, held_out, ranked if len(ranked) > 1 else None),
+        "corpus": {"tokenizer": counts.about["tokenizer"], "corpora": list(ranked)},
+        "corpora": [_of_corpus(parts, token_map) for parts in corpora.values()],
+        "rows": [row(size) for size in sorted(sizes)],
     }
-    if held_out is not None:
+    if held_out.any():
         report["held_out_coverage"] = coverage(held_out, token_map.ids)
         report["held_out_tokens"] = int(held_out.sum())
     return report
 
 
-def _of_corpus(one: CorpusCounts, token_map: TokenMap) -> dict[str, Any]:
-    shown = one.held_out_counts() if one.held_out else one.ranked_counts()
-    entry = {
-        "spec": one.corpus.spec,
-        "weight": one.corpus.weight,
-        "held_out": one.held_out,
-        "documents": one.documents,
-        **_covered(shown, token_map),
-        "tasks": [{"task": task, **_covered(own, token_map)} for task, own in one.by_task().items()],
+def _of_corpus(parts: Sequence[Part], token_map: TokenMap) -> dict[str, Any]:
+    tasks = [{"task": one.task, **_covered([one], token_map)} for one in parts if one.task]
+    return {
+        "spec": parts[0].spec,
+        "weight": parts[0].weight,
+        "held_out": parts[0].held_out,
+        **_covered(parts, token_map),
+        "tasks": sorted(tasks, key=lambda one: (-one["tokens"], one["task"])),
     }
-    held_out = one.held_out_counts()
-    if not one.held_out and held_out.any():
-        entry["held_out_tokens"], entry["held_out_coverage"] = int(held_out.sum()), coverage(held_out, token_map.ids)
-    return entry
 
 
-def _covered(counts: torch.Tensor, token_map: TokenMap) -> dict[str, Any]:
+def _covered(parts: Sequence[Part], token_map: TokenMap) -> dict[str, Any]:
+    counts = _sum(parts)
     return {"tokens": int(counts.sum()), "coverage": coverage(counts, token_map.ids)}
+
+
+def _sum(parts: Sequence[Part]) -> torch.Tensor:
+    return torch.stack([one.counts for one in parts]).sum(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -67,20 +67,20 @@ def engine_generate(
     When the caller leaves the loop early (an error, Ctrl-C), running requests are aborted.
     """
 
-    def generate(requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
-        waiting = iter(enumerate(requests))
-        running: dict[int, tuple[int, Request]] = {}
+    def generate(requests: Iterable[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        waiting = enumerate(requests)
+        running: dict[int, tuple[int, GenerationRequest, Request]] = {}
         try:
             # One more than max_running_requests, so that no step has a free row.
             while _fill(engine, waiting, running, engine.max_running_requests + 1):
                 for request in engine.step():
                     if request.finish_reason is not None:
-                        index, _ = running.pop(id(request))
+                        index, asked, _ = running.pop(id(request))
                         if on_end is not None:
-                            on_end(requests[index], request)
+                            on_end(asked, request)
                         yield index, _result(request, draft_used)
         finally:
-            for _, request in running.values():
+            for *_, request in running.values():
                 engine.abort(request)
 
     return generate
@@ -97,7 +97,7 @@ def _result(request: Request, draft_used: str | None) -> GenerationResult:
 def _fill(
     engine: Engine,
     waiting: Iterator[tuple[int, GenerationRequest]],
-    running: dict[int, tuple[int, Request]],
+    running: dict[int, tuple[int, GenerationRequest, Request]],
     limit: int,
 ) -> bool:
     """Add requests until `limit` run or wait in the engine; False when no request is left."""
@@ -110,7 +110,7 @@ def _fill(
             temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_tokens, seed=asked.seed
         )
         request = engine.add_request(asked.prompt_ids, params)
-        running[id(request)] = (index, request)
+        running[id(request)] = (index, asked, request)
     return bool(running)
 
 
@@ -212,7 +212,6 @@ class FreshRollouts:
                 max_context=engine.context_length,
                 temperatures=temperatures,
                 more_provenance={"step": step},
-                may_be_empty=True,
             )
 
         config = EngineConfig(

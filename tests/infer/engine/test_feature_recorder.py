@@ -9,7 +9,7 @@ import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.pipeline.feature_capture import record_features
 
@@ -74,11 +74,3 @@ def test_a_text_out_of_the_prefix_cache_has_none(small_target):
     engine.close()
     assert second.cached_tokens > 0 and recorder.take(second) is None
     assert recorder.take(first).shape == (44, 4 * small_target.hidden_size)
-
-
-def test_an_engine_with_graphs_is_refused(small_target):
-    """A replayed round calls no hook: most states would be missing, and nobody would be told."""
-    engine = Engine(small_target, max_running_requests=2, capture=lambda run: run, short_lived=True)
-    with pytest.raises(EngineError, match="with `disable_cuda_graph`"):
-        record_features(engine, LAYERS)
-    engine.close()
