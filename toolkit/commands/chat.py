@@ -20,9 +20,8 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:  # the parser is built without torch
-    from toolkit.infer.load.answer import Answer
     from toolkit.infer.load.load_engine import LoadedEngine
-    from toolkit.infer.request.request import AcceptanceStats, Request
+    from toolkit.infer.request.request import AcceptanceStats, Answer, Request
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
@@ -278,8 +277,7 @@ class ChatSession:
 
         The conversation keeps the shown part of a stopped answer. Raises ChatSessionError.
         """
-        from toolkit.infer.load.answer import Answer, events_of_answer
-        from toolkit.infer.request.request import Update, summarise
+        from toolkit.infer.request.request import Answer, Update, events_of_answer, summarise
 
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._submit(messages)

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.load_engine import closing
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.request_params import DefaultSampling
+    from toolkit.infer.server.request_params import default_sampling
 
     if not 0 <= args.log_interval < math.inf:
         raise ServerSettingsError(
@@ -155,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
             return status
         loaded = load_from(args)
         loaded.engine.keep_pace(CHUNK_S)
-        defaults = DefaultSampling.of(loaded.target)
         served = Served(
             model_name=args.served_model_name or short_name(loaded.target.name),
             tokenizer=loaded.target.tokenizer,
@@ -163,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
             context_length=loaded.engine.context_length,
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
-            defaults=defaults,
+            defaults=default_sampling(loaded.target),
             log_interval_s=args.log_interval,
             parsers=Parsers.of(loaded.target.tokenizer, args.tool_call_parser, args.reasoning_parser),
         )
@@ -214,6 +213,8 @@ def announce(text: str) -> None:
 
 def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> str:
     """The text printed when the server is ready: address, model, draft shape, parsers, and a command to try."""
+    from toolkit.infer.server.request_params import described
+
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
     messages = [{"role": "user", "content": "Name three rivers."}]
@@ -225,7 +226,7 @@ def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> 
         f"  model     {served.model_name} ({target.precision}; on {target.device}, "
         f"context {loaded.engine.context_length} tokens)\n"
         f"  draft     {describe(loaded)}\n"
-        f"  sampling  {served.defaults.text} unless a request says otherwise\n"
+        f"  sampling  {described(served.defaults)} unless a request says otherwise\n"
         f"  parsers   tool calls {served.parsers.calls or 'none'}, reasoning {served.parsers.reasoning or 'none'}\n"
         f"  status    {address.removesuffix('v1')} in a browser\n"
         f"try it:\n  {curl}\n"

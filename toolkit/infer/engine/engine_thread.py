@@ -4,8 +4,8 @@
           ^                                               |
           +----- updates (tokens, end, failure) ----------+
 
-Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later ones still run.
-A failed abort ends its request only. If the engine cannot even drop all rows, the thread stops and all requests fail.
+Only this thread uses the engine. If a step or an abort fails, the active requests get an EngineFailure and later ones
+still run. If the engine cannot even drop all rows, the thread stops and all requests fail.
 
 A request can be cut: at its deadline, or when the server ends. The asyncio side then ends it at once, even if the
 engine hangs in a step, with the tokens that it has so far.
@@ -249,30 +249,17 @@ class EngineThread:
                 if command == "submit":
                     self._add(ticket)
                 elif ticket._request is not None and id(ticket.request) in self._active:
-                    del self._active[id(ticket.request)]
-                    self._abort(ticket.request)
-                    if ticket.request.finished:
-                        ticket._deliver(ticket.request)
-                    else:  # it still runs in the engine, for nobody
-                        ticket._fail(EngineFailure("the engine failed to end this request"))
+                    self._end(ticket)
         return True
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """For the watchdog: when the call of the engine began."""
+        """For `call_seconds`: when the call of the engine began."""
         self._call_began = time.monotonic()
         try:
             yield
         finally:
             self._call_began = None
-
-    def _abort(self, request: Request) -> None:
-        """Abort a request. If that fails, the others go on: the next step frees its row, or `_drop_all` does."""
-        try:
-            self._engine.abort(request)
-        except Exception:
-            self.failed_steps += 1
-            logger.exception("the engine failed to abort a request")
 
     def _add(self, ticket: Ticket) -> None:
         try:
@@ -287,13 +274,20 @@ class EngineThread:
         self._active[id(request)] = ticket
         ticket._accept(request)
 
+    def _end(self, ticket: Ticket) -> None:
+        try:
+            self._engine.abort(ticket.request)
+        except Exception as error:
+            self._drop_all(error)
+        else:
+            del self._active[id(ticket.request)]
+            ticket._deliver(ticket.request)
+
     def _step(self) -> None:
         try:
             with self._calling():
                 touched = self._engine.step()
         except Exception as error:  # process edge: report every error to the waiting clients
-            logger.exception("the engine failed with %d requests in flight", len(self._active))
-            self.failed_steps += 1
             self._drop_all(error)
             return
         for request in touched:
@@ -311,12 +305,17 @@ class EngineThread:
             raise RuntimeError(f"the engine is idle but {len(self._active)} requests have not ended")
 
     def _drop_all(self, error: Exception) -> None:
-        """Fail and abort all active requests after a failed step. Raises an error if the engine keeps any."""
+        """Fail and end all active requests after an error of the engine. Raises an error if the engine keeps any."""
+        logger.error("the engine failed with %d requests in flight", len(self._active), exc_info=error)
+        self.failed_steps += 1
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
-        for request in reversed(requests):  # last row first, so that no half-written row moves
-            self._abort(request)
-        if self._engine.has_work():  # an abort failed, now or earlier
+        try:
+            for request in reversed(requests):  # last row first, so that no half-written row moves
+                self._engine.abort(request)
+        except Exception:
+            logger.exception("the engine failed to end a request; all its rows are dropped")
+        if self._engine.has_work():
             self._engine.drop_all()
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were dropped")
@@ -330,39 +329,3 @@ class EngineThread:
                 _, late = self._commands.get()
                 if late is not None:
                     late._fail(error)
-
-
-class Watchdog:
-    """A thread that looks at the engine's thread. `stuck` is True while a call of the engine takes over `timeout_s`.
-
-    A call: a step, or taking or dropping a request."""
-
-    def __init__(self, engine: EngineThread, timeout_s: float) -> None:
-        self.stuck = False
-        self._engine, self._timeout_s = engine, timeout_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="toolkit-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._closing.wait(min(1.0, self._timeout_s / 4)):
-            seconds = self._engine.call_seconds
-            if seconds > self._timeout_s and not self.stuck:
-                where, requests = self._engine.where(), self._engine.in_flight
-                logger.error(
-                    "a call of the engine has not ended for %.1f s, with %d requests in flight; it hangs here:\n%s",
-                    seconds, requests, where,
-                )  # fmt: skip
-                self.stuck = True
-            elif self.stuck and seconds <= self._timeout_s:
-                logger.warning("the call that hung has ended; the engine goes on")
-                self.stuck = False

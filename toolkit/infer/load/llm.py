@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.engine.config import ConfigError, EngineConfig
-from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import (
     AcceptanceStats,
+    Answer,
     Request,
     TokenLogprob,
     Update,
     VerifyEvent,
+    events_of_answer,
     one_for_each,
     summarise,
 )

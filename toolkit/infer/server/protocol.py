@@ -11,19 +11,21 @@ accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistics of 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.infer.request.chat_prompt import ANY, UnsupportedFieldError, template_message, without_neutral
+from toolkit.chat_rows import short
+from toolkit.infer.request.chat_prompt import template_message
 from toolkit.infer.request.params import MOST_LOGPROBS
 from toolkit.infer.server.api_errors import from_validation
 
 MAX_TOOLS = 128
 MAX_STOPS = 4
 MAX_FORCED_CALLS = 8  # a small model may write calls without end
+ANY = object()  # every value is neutral: the field is only a label of the request
 
 
 def encodable(text: str) -> str:
@@ -72,11 +74,24 @@ class Strict(BaseModel):
     def _without_neutral(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        try:
-            return without_neutral(body, cls.neutral)
-        except UnsupportedFieldError as error:
-            context = {"message": str(error), "param": error.field}
-            raise PydanticCustomError("unsupported_parameter", "{message}", context) from error
+        kept = {}
+        for name, value in body.items():
+            if value is None:
+                continue
+            if name not in cls.neutral:
+                kept[name] = value
+            elif not any(_same(value, one) for one in cls.neutral[name]):
+                allowed = " or ".join(map(repr, cls.neutral[name])) or "null"
+                message = f"'{name}' is not supported: got {short(value)}, only {allowed} is accepted; leave it out"
+                raise PydanticCustomError("unsupported_parameter", "{message}", {"message": message, "param": name})
+        return kept
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """True if the values are equal, an object's nulls left out, and both or neither are bools: 0 is not False here."""
+    if isinstance(value, Mapping):
+        value = {name: one for name, one in value.items() if one is not None}
+    return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
