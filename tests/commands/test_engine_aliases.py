@@ -120,7 +120,7 @@ allowed-origins: [http://a, http://b]
         target="t", draft="d", shape="2,1,3", max_running_requests=3, adaptive=False, no_draft=True
     )  # fmt: skip
     assert engine_config(args) == wanted
-    assert (args.port, args.log_interval, args.host) == (8000, 2.0, "127.0.0.1")
+    assert (args.port, args.log_interval_s, args.host) == (8000, 2.0, "127.0.0.1")
     assert (args.request_timeout_s, args.allowed_origins) == (5.0, ["http://a", "http://b"])
     with pytest.raises(ConfigError, match="of the kind eagle3"):
         check_draft_kind(args, "mtp")

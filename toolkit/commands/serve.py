@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from toolkit.infer.server.server_settings import (
     KEY_VARIABLE,
     LIMITS,
     ServerSettings,
-    ServerSettingsError,
     limit_flag,
     read_api_keys,
 )
@@ -63,14 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0: any free one)")
     group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
-    )
-    group.add_argument(
-        "--log-interval",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="log running requests, accept_length and tokens per second every S seconds in which something ran "
-        "(default: 10; 0: never)",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -143,10 +133,6 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.request_params import default_sampling
 
-    if not 0 <= args.log_interval < math.inf:
-        raise ServerSettingsError(
-            f"--log-interval is {args.log_interval:g}; 0 (never) or a number of seconds is needed"
-        )
     settings = server_settings(args)
     listener = listen(args.host, args.port)  # before the model is loaded: a port in use is reported at once
     with listener:
@@ -163,7 +149,6 @@ def run(args: argparse.Namespace) -> int:
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
             defaults=default_sampling(loaded.target),
-            log_interval_s=args.log_interval,
             parsers=Parsers.of(loaded.target.tokenizer, args.tool_call_parser, args.reasoning_parser),
         )
         port = listener.getsockname()[1]

@@ -335,7 +335,7 @@ def test_settings_out_of_range():
     for settings, says in (
         ({"max_n": 129}, "--max-n is 129"),
         ({"watchdog_timeout_s": -1}, "--watchdog-timeout is -1"),
-        ({"drain_timeout_s": float("inf")}, "--drain-timeout is inf; a finite number"),
+        ({"drain_timeout_s": float("inf")}, "--drain-timeout is inf"),
     ):
         with pytest.raises(ServerSettingsError, match=says):
             ServerSettings(**settings)

@@ -30,7 +30,7 @@ def scene(scripted, tiny_target, running):
     tokenizer = tiny_target.tokenizer
     ids = (tokenizer("apples and pears " * 40, add_special_tokens=False)["input_ids"] * 8)[:400]
     engine = scripted(lambda _: ids, run=3, stop_id=tokenizer.eos_token_id)
-    served = Served("tiny", tokenizer, engine, 512, "fp_x", "chain 4", log_interval_s=0.2)
+    served = Served("tiny", tokenizer, engine, 512, "fp_x", "chain 4")
     with running(served) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
         yield SimpleNamespace(

@@ -54,7 +54,7 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.engine.start()
-        work = (life.warm_up(), life.watch(), server.metrics.watch(served.log_interval_s))
+        work = (life.warm_up(), life.watch(), server.metrics.watch(settings.log_interval_s))
         tasks = [asyncio.create_task(one) for one in work]
         yield
         for task in tasks:

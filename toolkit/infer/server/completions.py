@@ -48,8 +48,7 @@ Form = ReplyForm | ResponseForm
 class Served:
     """The engine and the model of one server. shape_name: None for plain decoding. context_length: in tokens.
 
-    defaults: the settings of requests that state none. log_interval_s: seconds between two log lines of what runs; 0:
-    none."""
+    defaults: the settings of requests that state none."""
 
     model_name: str
     tokenizer: Any
@@ -58,7 +57,6 @@ class Served:
     fingerprint: str
     shape_name: str | None
     defaults: SamplingParams = OPENAI_DEFAULTS
-    log_interval_s: float = 0.0
     parsers: Parsers = field(default_factory=Parsers)
 
 
