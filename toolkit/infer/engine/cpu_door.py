@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from toolkit.targets import load
 from toolkit.targets.cache import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
-__all__ = ["QUANTIZATIONS", "Use", "install_native_ops", "load_target", "native_functions", "pack"]
+__all__ = ["QUANTIZATIONS", "Use", "install_native_ops", "load_target", "pack"]
 
 logger = get_logger(__name__)
 
@@ -128,16 +128,3 @@ def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "
 def _multiplied_by_ours(head: nn.Module) -> bool:
     linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
     return all(one.weight.device.type == "cpu" and blocked_product.takes(one.weight) for one in linears)
-
-
-def native_functions() -> list[tuple[Any, str]]:
-    """Return the C++ libraries of this machine, each with the name of a function that Python calls in a round."""
-    libraries = {
-        "toolkit_blocked_product": blocked_product.load_library(),
-        "toolkit_decoder_layer": decoder_layer.load_library(),
-        "toolkit_before_attention": decoder_layer.load_library(),
-        "toolkit_after_attention": decoder_layer.load_library(),
-        "toolkit_rms_norm": decoder_layer.load_library(),
-        **dict.fromkeys(attention.FUNCTIONS.values(), attention.load_library()),
-    }
-    return [(library, name) for name, library in libraries.items() if library is not None]
