@@ -89,7 +89,7 @@ def test_tables_agree_with_the_heads_and_the_flags():
     for kind in HEAD_KINDS:
         names = head_class(kind).config_class.engine_names
         assert names is None or all(kind in METHODS[name.lower()] for name in (names.sglang, names.vllm))
-    assert {alias.option for alias in ALIASES.values()} <= {"", *OPTIONS}
+    assert {alias.option for alias in ALIASES.values()} <= {"", "method", *OPTIONS}
     flags = command_parser("serve")[0]._option_string_actions
     refused = TABLE.keys() - ALIASES.keys()
     assert not {f"--{name.replace('_', '-')}" for name in refused} & flags.keys()
