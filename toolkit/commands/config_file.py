@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def parse_with_file(parser: argparse.ArgumentParser, line: Sequence[str]) -> arg
     translate(args)
     if args.config is None:
         return args
-    filed = _read(parser, args.config)
+    filed = parser.parse_args(_typed(parser, args.config))
     translate(filed)
     both = vars(parser.parse_args(line, argparse.Namespace(**vars(filed))))  # the file's values in place of defaults
     typed = {name: value for name, value in vars(args).items() if name in OPTIONS}
@@ -42,8 +42,8 @@ def parse_with_file(parser: argparse.ArgumentParser, line: Sequence[str]) -> arg
     return argparse.Namespace(**{**kept, **typed, "draft_kinds": kinds})
 
 
-def _read(parser: argparse.ArgumentParser, path: Path) -> argparse.Namespace:
-    """The values of a file, by the names of the parsed arguments. Raises ConfigError, FileNotFoundError."""
+def _typed(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """The flags of a file as they are typed on the command line. Raises ConfigError, FileNotFoundError."""
     from toolkit.recipe_yaml import RecipeError, parse_yaml
 
     try:
@@ -52,20 +52,19 @@ def _read(parser: argparse.ArgumentParser, path: Path) -> argparse.Namespace:
         raise ConfigError(str(error) if isinstance(error, RecipeError) else f"{path}: {error}") from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} holds no flags; write one `name: value` per line, such as `port: 8000`")
-    values = argparse.Namespace()
+    line: list[str] = []
     for key, value in tree.items():
         try:
-            _set(parser, values, str(key), value)
+            line += _words(parser._option_string_actions, str(key), value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-    return values
+    return line
 
 
-def _set(parser: argparse.ArgumentParser, values: argparse.Namespace, key: str, value: Any) -> None:
+def _words(actions: Mapping[str, argparse.Action], key: str, value: Any) -> list[str]:
     name = key.replace("_", "-")
     refuse_without_equivalent([name])
-    actions, flag = parser._option_string_actions, f"--{name}"
-    action = actions.get(flag)
+    action, flag = actions.get(f"--{name}"), f"--{name}"
     if action is None or action.dest in ("config", "help"):
         names = [one[2:] for one in actions if one.startswith("--") and one not in ("--config", "--help")]
         near = difflib.get_close_matches(name, names, n=1)
@@ -73,22 +72,10 @@ def _set(parser: argparse.ArgumentParser, values: argparse.Namespace, key: str, 
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{key} is {value!r}; true or false is needed")
-        if isinstance(action, argparse.BooleanOptionalAction):
-            setattr(values, action.dest, value != name.startswith("no-"))
-        elif value:
-            action(parser, values, [], flag)
-        return
-    if value is None:
-        raise ConfigError(f"{key} has no value; give one, or leave the key out")
-    if isinstance(value, list) and action.nargs is None:
-        raise ConfigError(f"{key} is a list; a single value is needed")
-    texts = [_as_typed(one) for one in (value if isinstance(value, list) else [value])]
-    try:
-        action(parser, values, parser._get_values(action, texts), flag)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{key}: {error.message}") from error
-
-
-def _as_typed(value: Any) -> str:
-    """A YAML value as it is typed on the command line."""
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+        opposite = f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
+        return [flag] if value else [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
+    if value is None or (isinstance(value, list) and action.nargs is None):
+        raise ConfigError(f"{key} is {value!r}; a single value is needed, else leave the key out")
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
