@@ -11,7 +11,6 @@ import pytest
 from toolkit.commands import chat
 from toolkit.commands.chat import ChatSession
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load import load_engine
 from toolkit.infer.request.params import EngineError, SamplingParams
 
 
@@ -94,25 +93,6 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys, monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     chat.talk(answer, lambda: None)
     assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
-
-
-@pytest.mark.process
-def test_two_processes_answer_as_one_does(tiny_target_directory, capsys, monkeypatch):
-    """--tp that does not reach the engine would go unseen; a worker that stays would hold a GPU."""
-    processes = []
-
-    class Noted(load_engine.Driver):
-        def __init__(self, *given):
-            super().__init__(*given)
-            processes.extend(self._processes)
-
-    monkeypatch.setattr(load_engine, "Driver", Noted)
-    arguments = ["--target", str(tiny_target_directory), "--prompt", "hello", "--max-tokens", "8", "--device", "cpu"]
-    said = []
-    for more in (["--dtype", "float32"], ["--dtype", "float32", "--tp", "2"]):
-        assert run([*arguments, *more]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != "" and [one.returncode for one in processes] == [0]
 
 
 def run(arguments):

@@ -162,6 +162,7 @@ def test_wrong_model(scene):
         ({"temprature": 0.5}, "temprature"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_bad_requests_name_the_field(scene, fields, param):

@@ -136,11 +136,3 @@ def test_tokenize_and_detokenize(scene):
     ]:
         answer = post(path, **body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
-
-
-def test_a_stream_whose_engine_fails(scene):
-    """In the form of responses: a client that reads events by type would wait for one that never comes."""
-    scene.engine.fail_next_step = RuntimeError("out of pages")
-    *_, last = respond(scene, stream=True)
-    assert last.type == "error" and "out of pages" in last.message and last.sequence_number > 0
-    assert respond(scene).status == "completed"

@@ -202,26 +202,6 @@ def test_a_template_with_tools(scripted, tiny_target, running):
     assert prompts[0] == expected + "[user]count apples[assistant]Rome[tool get_weather]rain<think></think>"
 
 
-CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "integer"}}}]},
-            "tools[0].function.parameters.type",
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
-    ],
-)
-def test_wrong_tools_name_the_field(scene, fields, param):
-    """A client's mistake in a nested field is found by its path."""
-    response = scene.post({"model": NAME, "messages": USER, **fields})
-    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-
-
 def test_the_schema_of_a_forced_call():
     """A list of calls of the offered functions; references inside of a function's schema still lead to their place."""
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"$ref": "#"}}}
