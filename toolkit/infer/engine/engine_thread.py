@@ -50,8 +50,7 @@ class Ticket:
         self.cut_by: Cause | None = None
         self._timer: asyncio.TimerHandle | None = None  # of its deadline
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self._accepted: asyncio.Future[Request] = self._loop.create_future()
+        self._said: asyncio.Queue[Request | Update | Exception] = asyncio.Queue()  # the request first, when it is taken
         self._request: Request | None = None
         self._sent = 0  # tokens delivered so far; used by the engine thread only
 
@@ -61,47 +60,40 @@ class Ticket:
         assert self._request is not None, "the request has not been accepted by the engine yet"
         return self._request
 
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request; call it once. Raises the errors of `add_request`, EngineFailure,
+        RequestCutError."""
+        item = await self._said.get()
+        if isinstance(item, Exception):
+            raise item
+
     async def updates(self) -> AsyncIterator[Update]:
         """Yield updates up to the one with a finish reason. Raises EngineFailure."""
         while True:
-            item = await self._updates.get()
+            item = await self._said.get()
+            if isinstance(item, RequestCutError):
+                item = Update((), (), "abort")
             if isinstance(item, Exception):
                 raise item
+            assert isinstance(item, Update), "`accepted` has not been awaited"
             yield item
             if item.finish_reason is not None:
                 return
 
-    def _cut(self, cause: Cause) -> None:
-        self.cut_by = cause
-        _resolve(self._accepted, RequestCutError(cause))
-        self._updates.put_nowait(Update((), (), "abort"))
-
-    def _call(self, function: Any, *args: Any) -> None:
+    def _say(self, item: Request | Update | Exception) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._said.put_nowait, item)
         except RuntimeError:  # the loop is closed: no task waits for this answer
             logger.debug("an update came after the event loop was closed")
 
     def _accept(self, request: Request) -> None:
         self._request = request
-        self._call(_resolve, self._accepted, request)
+        self._say(request)
 
     def _deliver(self, request: Request) -> None:
         update = Update.since(request, self._sent)
         self._sent += len(update.token_ids)
-        self._call(self._updates.put_nowait, update)
-
-    def _fail(self, error: Exception) -> None:
-        self._call(_resolve, self._accepted, error)
-        self._call(self._updates.put_nowait, error)
-
-
-def _resolve(future: asyncio.Future[Request], result: Request | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(result, Exception):
-        return future.set_exception(result)
-    future.set_result(result)
+        self._say(update)
 
 
 class EngineThread:
@@ -166,11 +158,9 @@ class EngineThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    async def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, timeout_s: float | None = None, **asked: Any
-    ) -> Ticket:
+    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Ticket:
         """`put` a request and wait until it is `accepted`."""
-        ticket = self.put(prompt_ids, params, timeout_s=timeout_s, **asked)
+        ticket = self.put(prompt_ids, params)
         await self.accepted([ticket])
         return ticket
 
@@ -182,7 +172,10 @@ class EngineThread:
         timeout_s: the request is cut after so many seconds. Raises EngineFailure if the engine has stopped.
         """
         ticket = Ticket(prompt_ids, params, asked)
-        self._put("submit", ticket)
+        with self._lock:
+            if not self.alive:
+                raise EngineFailure("the engine does not run any more; see the server's log")
+            self._commands.put(("submit", ticket))
         self._open.add(ticket)
         if timeout_s is not None:
             ticket._timer = ticket._loop.call_later(timeout_s, self.cut, ticket, "deadline")
@@ -194,10 +187,8 @@ class EngineThread:
         Raises the errors of `add_request` (ValueError for a bad or too long prompt), EngineFailure, RequestCutError.
         """
         try:
-            answers = await asyncio.gather(*(ticket._accepted for ticket in tickets), return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
+            for ticket in tickets:
+                await ticket.accepted()
         except BaseException:
             for ticket in tickets:
                 self.abort(ticket)
@@ -214,18 +205,13 @@ class EngineThread:
     def cut(self, ticket: Ticket, cause: Cause) -> None:
         """End the request now: `updates()` ends with finish_reason "abort". `cut_by` then says why."""
         self.abort(ticket)
-        ticket._cut(cause)
+        ticket.cut_by = cause
+        ticket._said.put_nowait(RequestCutError(cause))
 
     def cut_all(self, cause: Cause) -> None:
         """Cut all open requests."""
         for ticket in tuple(self._open):
             self.cut(ticket, cause)
-
-    def _put(self, command: str, ticket: Ticket) -> None:
-        with self._lock:
-            if not self.alive:
-                raise EngineFailure("the engine does not run any more; see the server's log")
-            self._commands.put((command, ticket))
 
     def _run(self) -> None:
         try:
@@ -265,11 +251,11 @@ class EngineThread:
         try:
             request = self._engine.add_request(ticket.prompt_ids, ticket.params, **ticket.asked)
         except ValueError as error:  # invalid input: a prompt that is too long, ids outside the vocabulary
-            ticket._fail(error)
+            ticket._say(error)
             return
         except Exception as error:  # process edge: report every error to the client
             logger.exception("the engine failed to take a request")
-            ticket._fail(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
+            ticket._say(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
             return
         self._active[id(request)] = ticket
         ticket._accept(request)
@@ -296,7 +282,7 @@ class EngineThread:
                 continue
             if request.finish_reason == "abort":  # by the engine itself
                 of_grammar = request.grammar is not None and request.grammar.failure is not None
-                ticket._fail((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
+                ticket._say((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
             else:
                 ticket._deliver(request)
             if request.finish_reason is not None:
@@ -322,10 +308,10 @@ class EngineThread:
 
     def _fail_all(self, error: EngineFailure) -> None:
         for ticket in self._active.values():
-            ticket._fail(error)
+            ticket._say(error)
         self._active.clear()
         if self._closed:
             while not self._commands.empty():
                 _, late = self._commands.get()
                 if late is not None:
-                    late._fail(error)
+                    late._say(error)
