@@ -74,7 +74,7 @@ class Completions:
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._reply(body, lambda: [self.prompts.of_chat(body)], "messages", http, self._form(body, True))
+        return await self.reply(body, lambda: [self.prompts.of_chat(body)], "messages", http, self._form(body, True))
 
     async def completion(self, body: CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
@@ -82,13 +82,13 @@ class Completions:
         def ids() -> list[list[int]]:
             return [self.prompts.of_text(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-        return await self._reply(body, ids, "prompt", http, self._form(body, False))
+        return await self.reply(body, ids, "prompt", http, self._form(body, False))
 
     async def response(self, body: ResponsesRequest, http: Request) -> Response:
         """POST /v1/responses."""
         try:
             chat = chat_of(body)
-            return await self._reply(chat, lambda: [self.prompts.of_chat(chat)], "input", http, ResponseForm(body))
+            return await self.reply(chat, lambda: [self.prompts.of_chat(chat)], "input", http, ResponseForm(body))
         except ApiError as error:
             error.param = in_responses(error.param)
             raise
@@ -123,7 +123,7 @@ class Completions:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         return ReplyForm(self.served.model_name, self.served.fingerprint, chat, with_usage)
 
-    async def _reply(
+    async def reply(
         self, body: GenerationFields, tokenise: Callable[[], list[list[int]]], param: str, http: Request, form: Form
     ) -> Response:
         """Generate and return the reply. tokenise: makes the ids of each prompt. param: the request's field with it."""
@@ -178,7 +178,8 @@ class Completions:
         tickets: list[Ticket] = []
         parsers: list[AnswerParser] = []
         rows = self.served.engine.max_running_requests
-        with places(self.engine, rows, self.settings, body.answers, body.n_prompts):
+        n_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        with places(self.engine, rows, self.settings, body.answers, n_prompts):
             async with asyncio.timeout(deadline.left):
                 prompts = await asyncio.to_thread(tokenise) if long else tokenise()
                 params = [self._params(body, len(ids), param) for ids in prompts]

@@ -42,12 +42,6 @@ def _encodable_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _token_id(text: str) -> str:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
-    return text
-
-
 def wrong_field(field: str, message: str) -> PydanticCustomError:
     """The error of a validator that looks at several fields. field: the one at fault, within the validated object."""
     return PydanticCustomError("field", "{message}", {"message": message, "param": field})
@@ -56,7 +50,7 @@ def wrong_field(field: str, message: str) -> PydanticCustomError:
 Text = Annotated[str, AfterValidator(encodable)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_encodable_json)]
-TokenId = Annotated[str, AfterValidator(_token_id)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -431,18 +425,8 @@ class GenerationFields(Strict):
         return self.n
 
     @property
-    def n_prompts(self) -> int:
-        """How many prompts it has."""
-        return 1
-
-    @property
     def n_logprobs(self) -> int | None:
         """Number of top log-probabilities per token, in addition to the token's own; None: no log-probabilities."""
-        return None
-
-    @property
-    def n_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
         return None
 
 
@@ -538,20 +522,12 @@ class CompletionRequest(GenerationFields):
         return [*self.prompt] if several else [self.prompt]  # type: ignore[list-item]
 
     @property
-    def n_prompts(self) -> int:
-        return len(self.prompts)
-
-    @property
     def answers(self) -> int:
         return self.best_of or self.n
 
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def n_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
 
     @property
     def token_limit(self) -> int | None:

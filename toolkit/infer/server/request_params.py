@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.infer.request.params import LEAST_TEMPERATURE, SamplingError, SamplingParams
-from toolkit.infer.server.protocol import GenerationFields
+from toolkit.infer.server.protocol import CompletionRequest, GenerationFields
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
@@ -36,7 +36,7 @@ def request_params(body: GenerationFields, defaults: SamplingParams, room: int) 
         stop_ids=body.stop_token_ids,
         stop=body.stops,
         logprobs=0 if body.n_logprobs is None and body.answers > body.n else body.n_logprobs,
-        prompt_logprobs=body.n_prompt_logprobs,
+        prompt_logprobs=body.logprobs if isinstance(body, CompletionRequest) and body.echo else None,
         json_schema=body.schema_of_answer,
         regex=body.regex,
     )
