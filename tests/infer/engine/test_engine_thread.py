@@ -44,24 +44,6 @@ def test_concurrent_requests_get_their_own_tokens(scripted):
     assert answers == [[n + 10, n + 11, n + 12, 2] for n in range(12)]
 
 
-def test_failing_step_fails_the_requests_in_flight_and_the_next_one_works(scripted):
-    """An exception in the model must reach every waiting client; the server goes on."""
-    engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))
-    engine.step_seconds = 0.002
-
-    async def work(thread):
-        tickets = [await thread.submit([1], SamplingParams(max_tokens=400)) for _ in range(3)]
-        engine.fail_next_step = RuntimeError("out of pages")
-        for ticket in tickets:
-            with pytest.raises(EngineFailure, match="out of pages"):
-                await read(ticket)
-        assert thread.alive
-        return await read(await thread.submit([5], PARAMS))
-
-    assert with_thread(engine, work) == [15, 2]
-    assert len(engine.aborted) == 3
-
-
 def test_aborts_that_fail_after_a_failed_step_end_nothing_else(tiny_target, monkeypatch):
     """The engine kept the rows, and the thread ended. The rows are freed without their text, and the server goes on."""
     engine = Engine(tiny_target)

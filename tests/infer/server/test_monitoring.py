@@ -49,18 +49,6 @@ def metrics_of(url, **headers):
     }
 
 
-def test_acceptance_by_position(scene):
-    """As vLLM counts it: drafted tokens accepted at each position, over the steps that offered one there."""
-    usage = [scene.ask(max_tokens=10).usage for _ in range(2)][0]
-    values = metrics_of(scene.url)
-    offered = [values["verify_steps_per_pos_total", str(position)] for position in range(4)]
-    accepted = [values["draft_tokens_accepted_per_pos_total", str(position)] for position in range(4)]
-    assert offered == [6] * 4 and accepted == [6, 6, 0, 0]
-    assert sum(accepted) == values["draft_tokens_accepted_total",] == 12
-    assert values["accept_length",] == usage.speculative["accept_length"] == 3
-    assert values["accept_rate",] == 0.5
-
-
 def test_an_answer_counts_while_it_is_written(scene):
     """Throughput of answers that take minutes must not appear in one jump at their end, and must not count twice."""
     scene.engine.step_seconds = 0.02

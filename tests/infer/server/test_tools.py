@@ -7,9 +7,8 @@ import json
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from tests.infer.server.test_app import NAME, USER, Scripted
+from tests.infer.server.test_app import USER, Scripted
 from toolkit.infer.server.answer_parser import Parsers
 from toolkit.infer.server.protocol import ToolFields, forced_schema
 
@@ -113,24 +112,6 @@ def test_a_cut_call_says_length(scene):
     prompts = seen_prompt(scene)
     scene.ask(messages=[*USER, choice.message.model_dump(), *USER], tools=[WEATHER])
     assert f'"arguments": {json.dumps({"arguments": cut}, ensure_ascii=False)}}}\n</tool_call>' in prompts[0]
-
-
-class Weather(BaseModel):
-    city: str
-
-
-def test_the_clients_parser_of_calls(scene):
-    """`.parse` with models of pydantic sets `strict` in each tool, whatever tool_choice is."""
-    tool = openai.pydantic_function_tool(Weather, name="get_weather")
-    assert tool["function"]["strict"] is True
-    parsed = scene.client().chat.completions.parse(model=NAME, messages=USER, tools=[tool]).choices[0].message
-    assert [call.function.parsed_arguments for call in parsed.tool_calls] == [
-        Weather(city="Paris — ✨"),
-        Weather(city="Rome"),
-    ]
-    flat = {"type": "function", **tool["function"]}
-    output = scene.client().responses.create(model=NAME, input="x", tools=[flat]).output
-    assert [item.arguments for item in output if item.type == "function_call"] == [PARIS, ROME]
 
 
 def test_the_prompt_of_a_template_without_tools(scene):
