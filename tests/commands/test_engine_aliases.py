@@ -40,7 +40,6 @@ SGLANG = (
         (("--model", "t", "--speculative-algorithm", "NEXTN"), {"target": "t", "draft": "native"}),
         (("--max-model-len", "64", "--max-num-seqs", "3", "--enforce-eager", "--disable-radix-cache"),
          {"context_length": 64, "max_running_requests": 3, "disable_cuda_graph": True, "prefix_cache": False}),
-        (("--speculative-adaptive", "--adaptive"), {"adaptive": True}),
         (vllm(method="eagle3", model="d", num_speculative_tokens=4), {"draft": "d", "shape": "4,1,5"}),
         (vllm(model="org/d", revision="v2", draft_token_map="f.pt"),
          {"draft": "org/d@v2", "token_map": "f.pt"}),
@@ -63,10 +62,8 @@ def test_flags_of_other_servers_are_ours(line, ours):
         (("--speculative-eagle-topk", "4"), "needs --speculative-num-steps and --speculative-num-draft-tokens too"),
         (("--speculative-algorithm", "EAGLE3"), "needs a head; give its directory by --draft"),
         (("--speculative-moe-runner-backend", "x"), "drafting is set by --draft, --shape"),
-        (("--gpu-memory-utilization", "0.9"), "use --mem-fraction-static"),
         (("--speculative-config", "{method: ngram}"), "not valid JSON"),
         (vllm(method="medusa", model="d"), "is not supported; eagle, eagle3, nextn"),
-        (vllm(method="ngram", num_spec_tokens=3), "an object with the keys method, model"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(capsys, line, says):
@@ -134,7 +131,6 @@ allowed-origins: [http://a, http://b]
     [
         ("prot: 8000", "unknown key prot; did you mean port?"),
         ("adaptive: 3", "adaptive is 3; true or false is needed"),
-        ("kv-cache-dtype: fp8", "--kv-cache-dtype has no equivalent here"),
         ("shape: 4,1,5\nspeculative-num-steps: 3", "contradict each other"),
         ("port: 1\nport: 2", "key given twice: port"),
     ],

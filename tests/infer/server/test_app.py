@@ -154,12 +154,10 @@ def test_wrong_model(scene):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"verbosity": "low"}, "verbosity"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
-        ({"temprature": 0.5}, "temprature"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -122,7 +122,6 @@ def named(schema, **more):
     [
         (named({"not": {}}), "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"regex": "["}, "regex"),
         ({"json_schema": "{}", "regex": "a"}, "regex"),
         ({"json_schema": "{}", **named({})}, "json_schema"),
         ({"regex": "a+", "stop": ["aa"]}, "stop"),

@@ -94,10 +94,8 @@ def test_the_items_of_a_dialogue_become_its_prompt(scene):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"max_output_tokens": 5000}, "input"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
