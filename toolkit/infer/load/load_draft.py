@@ -144,21 +144,6 @@ def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: in
     return default_shape(draft) if text is None else parse_shape(str(text), f"{draft.path}/measured.json: {name}")
 
 
-def depth_warning(draft: Draft, shape: DraftShape) -> str | None:
-    """What to say of a shape that drafts deeper than the head was trained; None if it does not, or nobody knows."""
-    if not isinstance(draft, DraftCheckpoint):
-        return None
-    native: Any = draft.meta.get("native") or {}
-    training: Any = draft.meta.get("training") or {}
-    trained = native.get("trained_steps") or (training.get("unroll") or {}).get("ttt_steps")
-    if trained is None or shape.num_steps <= trained:
-        return None
-    return (
-        f"the head was trained to draft {trained} tokens in a row, and the shape {shape.as_text()} drafts "
-        f"{shape.num_steps}: acceptance falls with depth (`toolkit bench acceptance` shows how far)"
-    )
-
-
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:
     """Raise ConfigError unless the head uses the target's output matrix."""
     if isinstance(draft, DraftCheckpoint) and not draft.head.config.own_vocabulary:

@@ -22,7 +22,6 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine, memory_of
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
-    depth_warning,
     find_module,
     fit_draft,
     load_draft,
@@ -89,12 +88,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
-    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks)
-    if loaded.draft is not None and loaded.shape is not None and config.shape is not None:
-        too_deep = depth_warning(loaded.draft, loaded.shape)
-        if too_deep is not None:
-            logger.warning("%s", too_deep)
-    return loaded
+    return build_engine(config, *load_models(config, device_of(config), ranks), ranks)
 
 
 def work() -> None:
