@@ -20,7 +20,7 @@ from torch import Tensor
 
 from toolkit.chat_rows import short
 from toolkit.infer.engine.config import ConfigError, EngineConfig
-from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
+from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
@@ -326,16 +326,31 @@ def read_offline_prompts(prompts: Any, tokenizer: Any) -> tuple[list[list[int]],
 
 def _ids(prompt: Any, place: int, tokenizer: Any) -> list[int]:
     if _all_are(prompt, Mapping):
-        try:
-            return chat_ids(tokenizer, [strict_message(message) for message in prompt])
-        except (ChatMessageError, ChatPromptError) as error:
-            raise OfflinePromptError(f"prompt {place}: {error}") from error
+        return _chat_ids(prompt, place, tokenizer)
     ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     if not _all_are(ids, Integral) or any(isinstance(token, bool) for token in ids):
         raise OfflinePromptError(
             f"prompt {place} is {short(prompt)} ({type(prompt).__name__}); {NEEDED}, with one token or more"
         )
     return [int(token) for token in ids]
+
+
+def _chat_ids(messages: Sequence[Mapping[str, Any]], place: int, tokenizer: Any) -> list[int]:
+    from pydantic import ValidationError  # here: who gives no conversation needs no pydantic
+
+    from toolkit.infer.request.chat_messages import ChatMessage
+
+    try:
+        read = [ChatMessage.model_validate(dict(message)) for message in messages]
+        if any(message.tool_calls or message.role == "tool" for message in read):
+            raise OfflinePromptError(f"prompt {place}: calls of tools are not supported here, but by `toolkit serve`")
+        return chat_ids(tokenizer, [message.for_template() for message in read])
+    except ChatPromptError as error:
+        raise OfflinePromptError(f"prompt {place}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"]]
+        raise OfflinePromptError(f"prompt {place}: {': '.join([*where, first['msg']])}") from error
 
 
 def _all_are(prompt: Any, kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Chat messages: strict checks of one message, and the token ids of a conversation by the target's chat template.
+"""The text and the token ids of a conversation, by the target's chat template.
 
 A message is {"role", "content"}, in the form that chat templates read.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for, read_message, short
-from toolkit.jsonl import DataError
+from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for
 from toolkit.targets.chat_templates import has_chat_template
 
 
@@ -61,34 +60,3 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text that has its special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-ROLES = ("system", "developer", "user", "assistant")
-
-
-class ChatMessageError(ValueError):
-    """A mapping is not a valid chat message."""
-
-
-def template_message(role: str, content: str) -> dict[str, str]:
-    """Return the message that chat templates read; OpenAI's role `developer` becomes `system`."""
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def strict_message(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template message of a mapping with a role and a text; other fields must be null or empty lists.
-
-    Raises ChatMessageError that names the field."""
-    fields = {name: value for name, value in message.items() if value not in (None, [])}
-    for name in ("role", "content"):
-        if name not in fields:
-            raise ChatMessageError(f"the field '{name}' is missing")
-    for name in fields.keys() - {"role", "content"}:
-        raise ChatMessageError(f"the field {short(name)} is not supported here; leave it out")
-    try:
-        role, content = read_message(fields, "the message")
-    except DataError as error:
-        raise ChatMessageError(str(error)) from error
-    if role not in ROLES:
-        raise ChatMessageError(f"'role' is {short(role)}; one of {', '.join(ROLES)} is needed")
-    return template_message(role, content or "")
