@@ -8,9 +8,9 @@ import json
 import openai
 import pytest
 
-from tests.infer.server.test_app import USER, Scripted
+from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.server.answer_parser import Parsers
-from toolkit.infer.server.protocol import ToolFields, forced_schema
+from toolkit.infer.server.protocol import ChatRequest, forced_schema
 
 WEATHER = {
     "type": "function",
@@ -187,7 +187,8 @@ def test_the_schema_of_a_forced_call():
     """A list of calls of the offered functions; references inside of a function's schema still lead to their place."""
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"$ref": "#"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": node}}, ADD]
-    schema = forced_schema(ToolFields.model_validate({"tools": tools, "tool_choice": "required"}))
+    body = {"model": NAME, "messages": USER, "tools": tools, "tool_choice": "required"}
+    schema = forced_schema(ChatRequest.model_validate(body))
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "add"]
     moved = schema["$defs"]["tool0"]
     assert moved["properties"]["next"] == {"$ref": "#/$defs/tool0/$defs/N"}

@@ -86,43 +86,7 @@ class NamedChoice(Strict):
     function: ChosenFunction
 
 
-class ToolFields(Strict):
-    """The fields of a request about tools."""
-
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
-    parallel_tool_calls: bool = True
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise wrong_field("tools", "two tools have one name")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            raise wrong_field("tool_choice", f"'{self.tool_choice.function.name}' is none of the tools")
-        if self.tool_choice == "required" and not names:
-            raise wrong_field("tool_choice", "'required' needs tools")
-        return self
-
-    @property
-    def forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
-
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools that the model may call in this request."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def one_call(self) -> bool:
-        """Whether the answer may have one call only."""
-        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
-
-
-def forced_schema(request: ToolFields) -> dict[str, Any]:
+def forced_schema(request: ChatRequest) -> dict[str, Any]:
     """The JSON schema of an answer that must be a call: a list of {"name", "arguments"} objects, at least one.
 
     Each function's schema is put under $defs, and its own references are made relative to that place.
@@ -287,7 +251,7 @@ class GenerationFields(Strict):
         return None
 
 
-class ChatRequest(GenerationFields, ToolFields):
+class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions. chat_template_kwargs: variables that the target's chat template reads."""
 
     neutral = CHAT_NEUTRAL
@@ -298,6 +262,9 @@ class ChatRequest(GenerationFields, ToolFields):
     reasoning_effort: Text | None = None
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
 
     @classmethod
     def checked(cls, body: dict[str, Any]) -> ChatRequest:
@@ -306,6 +273,34 @@ class ChatRequest(GenerationFields, ToolFields):
             return cls.model_validate(body)
         except ValidationError as error:
             raise from_validation(error.errors()) from error
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise wrong_field("tools", "two tools have one name")
+        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+            raise wrong_field("tool_choice", f"'{self.tool_choice.function.name}' is none of the tools")
+        if self.tool_choice == "required" and not names:
+            raise wrong_field("tool_choice", "'required' needs tools")
+        return self
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call in this request."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def one_call(self) -> bool:
+        """Whether the answer may have one call only."""
+        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
 
     @model_validator(mode="after")
     def _one_grammar(self) -> ChatRequest:
