@@ -178,14 +178,14 @@ def check_first(args: argparse.Namespace) -> int:
 
 def served_head(config: EngineConfig) -> str | None:
     """The head that would be served, as `toolkit check` calls it; None: none is. Raises ConfigError."""
-    from toolkit.infer.load.load_draft import find_module, target_source
+    from toolkit.infer.load.load_draft import find_module
 
     if config.draft is not None and not config.no_draft:
         return None if str(config.draft) in (NGRAM, NONE) else str(config.draft)
     if config.no_draft or config.target is None:  # without both options loading says what is missing
         return None
     with errors_with_flags():
-        return None if find_module(config, target_source(config, None)) is None else NATIVE
+        return None if find_module(config) is None else NATIVE
 
 
 def announce(text: str) -> None:

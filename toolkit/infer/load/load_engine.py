@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from toolkit.infer.load.load_draft import (
     measured_shape,
     native_draft,
     read_corpus,
-    target_source,
+    with_target,
 )
 from toolkit.infer.load.search_file import SEARCH, Found, search_of
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_worker
@@ -216,18 +215,20 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     native = config.draft is None or str(config.draft) == NATIVE
     named = not native and str(config.draft) != NONE
     draft = load_draft(str(config.draft), config.target, config.revision) if named else None
-    source = target_source(config, draft)
+    config = with_target(config, draft)
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
-    module = find_module(config, source) if native and not config.no_draft else None
-    logger.info("loading the target %s", source.name)
+    module = find_module(config) if native and not config.no_draft else None
+    logger.info("loading the target %s", config.target)
     if ranks is None:
         load = load_target
     else:
-        load, device = partial(load_sharded_target, ranks), ranks.place(device, quantization=source.quantization)
-    asked: Any = {name: getattr(source, name) for name in ("revision", "quantization", "chat_template")}
-    target = load(source.name, dtype=config.dtype, device=device, **asked)
+        load, device = (
+            partial(load_sharded_target, ranks),
+            ranks.place(device, quantization=config.target_options["quantization"]),
+        )
+    target = load(str(config.target), dtype=config.dtype, device=device, **config.target_options)
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:
