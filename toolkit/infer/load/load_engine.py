@@ -224,10 +224,8 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     if ranks is None:
         load = load_target
     else:
-        load, device = (
-            partial(load_sharded_target, ranks),
-            ranks.place(device, quantization=config.target_options["quantization"]),
-        )
+        load = partial(load_sharded_target, ranks)
+        device = ranks.place(device, quantization=config.target_options["quantization"])
     target = load(str(config.target), dtype=config.dtype, device=device, **config.target_options)
     if module is not None:
         draft = native_draft(config, target, *module)
