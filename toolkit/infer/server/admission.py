@@ -15,8 +15,6 @@ import contextlib
 import hmac
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -257,28 +255,22 @@ def places(engine: EngineThread, running: int, settings: ServerSettings, n: int,
         yield
 
 
-@dataclass(frozen=True)
 class Deadline:
-    """The time of a request, from its arrival. seconds, at (of time.monotonic): None: it is not cut. own: it asked."""
+    """The time of a request, from its arrival. asked, limit: seconds by the request and by the server; None: it is not
+    cut. arrived: seconds of time.monotonic."""
 
-    seconds: float | None
-    own: bool
-    at: float | None
-
-    @classmethod
-    def of(cls, asked: float | None, limit: float | None, arrived: float) -> Self:
-        """asked, limit: seconds by the request and by the server. arrived: seconds of time.monotonic."""
-        seconds = min((given for given in (asked, limit) if given is not None), default=None)
-        return cls(seconds, asked is not None and seconds == asked, None if seconds is None else arrived + seconds)
+    def __init__(self, asked: float | None, limit: float | None, arrived: float) -> None:
+        self._seconds = min((given for given in (asked, limit) if given is not None), default=None)
+        self._own, self._arrived = asked is not None and self._seconds == asked, arrived
 
     @property
     def left(self) -> float | None:
         """Seconds until the end, at least 0."""
-        return None if self.at is None else max(0.0, self.at - time.monotonic())
+        return None if self._seconds is None else max(0.0, self._arrived + self._seconds - time.monotonic())
 
     def error(self, cause: Cause) -> ApiError:
         """The error of a request that was cut before its answer began."""
         if cause == "shutdown":
             return ApiError(503, "the server shut down before an answer began", code="shutting_down")
-        message = f"no answer began within the {self.seconds:g} s of this request; ask for less, or give it more time"
-        return ApiError(408 if self.own else 504, message, code="deadline_exceeded", headers=FINAL)
+        message = f"no answer began within the {self._seconds:g} s of this request; ask for less, or give it more time"
+        return ApiError(408 if self._own else 504, message, code="deadline_exceeded", headers=FINAL)

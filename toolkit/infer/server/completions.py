@@ -128,7 +128,7 @@ class Completions:
     ) -> Response:
         """Generate and return the reply. tokenise: makes the ids of each prompt. param: the request's field with it."""
         self._check_model(body.model)
-        deadline = Deadline.of(body.timeout, self.settings.request_timeout_s, http.state.arrived)
+        deadline = Deadline(body.timeout, self.settings.request_timeout_s, http.state.arrived)
         long = int(http.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         try:
             answers = await self._submit(body, tokenise, long, param, deadline)
