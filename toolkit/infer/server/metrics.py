@@ -132,12 +132,13 @@ def _ratio(value: float, count: float) -> float | None:
 
 @dataclass
 class _Followed:
-    """One answer that is written, and how many of its tokens and events have been counted."""
+    """One answer that is written, and what of it has been counted. committed: tokens of the counted events."""
 
     request: Request
     answer: Answer
     tokens: int = 0
     events: int = 0
+    committed: int = 0
 
 
 class ServerMetrics:
@@ -278,13 +279,13 @@ class ServerMetrics:
 
     def _count(self, one: _Followed) -> None:
         """Add the tokens and events of an answer that were not counted yet."""
-        new = events_of_answer(one.request.events, one.answer.n_tokens)[one.events :]
-        stats = summarise(new)
+        new = events_of_answer(one.request.events[one.events :], one.answer.n_tokens - one.committed)
+        stats, decoded = summarise(new), sum(event.committed for event in new)
         counts = {
             "completion_tokens_total": one.answer.n_tokens - one.tokens,
             "decode_steps_total": len(new),
             "plain_steps_total": sum(event.offered == 0 for event in new),
-            "decoded_tokens_total": sum(event.committed for event in new),
+            "decoded_tokens_total": decoded,
             "verify_steps_total": stats.verify_steps,
             "draft_tokens_offered_total": stats.offered,
             "draft_tokens_accepted_total": stats.accepted,
@@ -297,7 +298,7 @@ class ServerMetrics:
         for name, depths in by_depth.items():
             for depth, count in enumerate(depths):
                 self._series[name].labels(str(depth)).inc(count)
-        one.tokens, one.events = one.answer.n_tokens, one.events + len(new)
+        one.tokens, one.events, one.committed = one.answer.n_tokens, one.events + len(new), one.committed + decoded
 
 
 def line_of(load: EngineLoad, rates: Rates) -> str:
