@@ -21,8 +21,6 @@ from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.infer.request.request import Answer, Request
 
-HELP = "talk to a target in the terminal, drafted tokens shown in green"
-
 # Plain steps that are timed: at most so many or those of so many seconds. The first of a process are slow.
 TIMED_STEPS, TIMED_SECONDS, SLOW_STEPS = 12, 2.0, 3
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"

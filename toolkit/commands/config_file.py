@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from toolkit.commands.engine_aliases import ALIASES, refuse_without_equivalent, translate
 from toolkit.commands.model_arguments import OPTIONS
@@ -33,7 +32,7 @@ def parse_with_file(parser: argparse.ArgumentParser, line: Sequence[str]) -> arg
     translate(args)
     if args.config is None:
         return args
-    filed = parser.parse_args(_typed(parser, args.config))
+    filed = parser.parse_args(list(_typed(parser, args.config)))
     translate(filed)
     both = vars(parser.parse_args(line, argparse.Namespace(**vars(filed))))  # the file's values in place of defaults
     typed = {name: value for name, value in vars(args).items() if name in OPTIONS}
@@ -42,40 +41,34 @@ def parse_with_file(parser: argparse.ArgumentParser, line: Sequence[str]) -> arg
     return argparse.Namespace(**{**kept, **typed, "draft_kinds": kinds})
 
 
-def _typed(parser: argparse.ArgumentParser, path: Path) -> list[str]:
-    """The flags of a file as they are typed on the command line. Raises ConfigError, FileNotFoundError."""
+def _typed(parser: argparse.ArgumentParser, path: Path) -> Iterator[str]:
+    """The flags of a file as they are typed. Raises ConfigError, FileNotFoundError."""
     from toolkit.recipe_yaml import RecipeError, parse_yaml
 
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (RecipeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(error) if isinstance(error, RecipeError) else f"{path}: {error}") from error
+    except RecipeError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} holds no flags; write one `name: value` per line, such as `port: 8000`")
-    line: list[str] = []
+    actions = parser._option_string_actions
     for key, value in tree.items():
-        try:
-            line += _words(parser._option_string_actions, str(key), value)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-    return line
-
-
-def _words(actions: Mapping[str, argparse.Action], key: str, value: Any) -> list[str]:
-    name = key.replace("_", "-")
-    refuse_without_equivalent([name])
-    action, flag = actions.get(f"--{name}"), f"--{name}"
-    if action is None or action.dest in ("config", "help"):
-        names = [one[2:] for one in actions if one.startswith("--") and one not in ("--config", "--help")]
-        near = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(f"unknown key {key}; {f'did you mean {near[0]}?' if near else 'see toolkit serve --help'}")
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} is {value!r}; true or false is needed")
-        opposite = f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
-        return [flag] if value else [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
-    if value is None or (isinstance(value, list) and action.nargs is None):
-        raise ConfigError(f"{key} is {value!r}; a single value is needed, else leave the key out")
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+        name = str(key).replace("_", "-")
+        refuse_without_equivalent([name])
+        action = actions.get(f"--{name}")
+        if action is None or action.dest in ("config", "help"):
+            near = difflib.get_close_matches(name, [one[2:] for one in actions if one.startswith("--")], n=1)
+            hint = f"did you mean {near[0]}?" if near else "see toolkit serve --help"
+            raise ConfigError(f"{path}: unknown key {key}; {hint}")
+        if action.nargs == 0 and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {key} is {value!r}; true or false is needed")
+        if value is None:
+            raise ConfigError(f"{path}: {key} has no value; give one, or leave the key out")
+        if isinstance(value, list):
+            yield from (f"--{name}", *map(str, value))
+        elif action.nargs != 0:
+            yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
+        elif value:
+            yield f"--{name}"
+        elif isinstance(action, argparse.BooleanOptionalAction):
+            yield f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"

@@ -42,8 +42,6 @@ logger = get_logger(__name__)
 
 CHUNK_S = 0.15  # of a prompt, while others decode: with a round between two, no stream pauses for 0.25 s
 
-HELP = "serve a target with its draft head over OpenAI's HTTP API"
-
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HOSTS = ("127.0.0.1", "[::1]", "localhost")  # the same in the header Host
