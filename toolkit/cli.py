@@ -21,7 +21,7 @@ COMMANDS = {
     "rollouts": "let the target answer the prompts of a recipe, or of any file of conversations",
     "preview": "show which tokens of rollouts a training supervises",
     "build-token-map": "count tokens of rollouts, or of any corpora, and keep the most common ones for the draft",
-    "train": "train the draft head of a recipe, by accelerate launch of the script of its kind (toolkit/train/eagle3.py)",
+    "train": "train the draft head of a recipe, by accelerate launch of its script (toolkit/train/eagle3.py, ..)",
     "bench": "measure accept_length and speed of a draft head against plain decoding",
     "forecast": "forecast accept_length of every draft shape of a head, without serving",
     "search": "find the fastest draft setting of a head for each batch size, by forecast and measured step times",

@@ -13,6 +13,7 @@ from toolkit.head_kinds import HEAD_KINDS
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.plan.model_size import DraftCost, ModelSize
 
+HELP = "plan a deployment on SGLang or vLLM: layout, draft length by batch, launch lines, predicted throughput"
 FIGURES = {
     "memory": "GB",
     "bandwidth": "GB/s",
