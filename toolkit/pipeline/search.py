@@ -34,7 +34,7 @@ from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions, kind_of_requests, merged
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.params import DraftShapeError
-from toolkit.infer.server.request_params import default_sampling
+from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
 from toolkit.pipeline.measure import open_trial, prompts_from
 from toolkit.pipeline.stages import progress_bar
@@ -89,7 +89,7 @@ def search_head(
     found = _write_search(record, known, draft, config, target, earlier)
     if found is None:
         return [out]
-    print(uses_of(config, wanted.temperature, default_sampling(target).temperature, max(batches)))
+    print(uses_of(config, wanted.temperature, default_temperature(target), max(batches)))
     return [out, found]
 
 

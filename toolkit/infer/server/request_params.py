@@ -71,6 +71,11 @@ def default_sampling(target: Target) -> SamplingParams:
     return settings
 
 
+def default_temperature(target: Target) -> float:
+    """The temperature of requests that state none."""
+    return default_sampling(target).temperature
+
+
 def described(settings: SamplingParams) -> str:
     """The defaults in one line, without those that are off."""
     parts = [f"temperature {settings.temperature:g}", f"top_p {settings.top_p:g}"]
