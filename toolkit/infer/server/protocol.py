@@ -282,7 +282,7 @@ class ChatRequest(GenerationFields):
         if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
             raise wrong_field("tool_choice", f"'{self.tool_choice.function.name}' is none of the tools")
         if self.tool_choice == "required" and not names:
-            raise wrong_field("tool_choice", "'required' needs tools")
+            raise wrong_field("tool_choice", "'tool_choice' is 'required', which needs tools")
         return self
 
     @property
