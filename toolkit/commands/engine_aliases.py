@@ -167,7 +167,8 @@ def _of_config(text: str | None) -> Iterator[Told]:
 
 def _shape(given: Mapping[str, Any]) -> Iterator[Told]:
     """SGLang's three numbers as a shape; what is left out is a chain's. Raises ConfigError."""
-    steps, k, nodes = (given.get(name) for name in NUMBERS)
+    numbers: list[Any] = [given.get(name) for name in NUMBERS]
+    steps, k, nodes = numbers
     where = " ".join(f"{flag_of(name)} {given[name]}" for name in NUMBERS if name in given)
     if not where:
         return
