@@ -39,8 +39,8 @@ for name in COMMANDS:
 """
     done = python(code)
     assert done.returncode == 0, done.stderr
-    for name in cli.COMMANDS:
-        assert f"  {name} " in done.stdout and cli.command_help(name) in done.stdout
+    for name, text in cli.COMMANDS.items():
+        assert f"  {name} " in done.stdout and text in done.stdout
         assert f"usage: toolkit {name}" in done.stdout
 
 

@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 from toolkit import __version__
 from toolkit.errors import exit_status
 
 # In the order of a typical run. The module of a command is its name with underscores.
-COMMANDS = (
-    "run",
-    "prepare-data",
-    "synthesize",
-    "rollouts",
-    "preview",
-    "build-token-map",
-    "train",
-    "bench",
-    "forecast",
-    "search",
-    "report",
-    "inspect",
-    "check",
-    "export",
-    "plan",
-    "serve",
-    "chat",
-)
-
-
-def command_help(name: str) -> str:
-    """Read the HELP line of a command from its source, so that listing the commands imports none of them."""
-    path = Path(__file__).parent / "commands" / f"{name.replace('-', '_')}.py"
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id == "HELP":
-            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
-    raise AssertionError(f"{path} has no HELP line")
+COMMANDS = {
+    "run": "run all stages of a recipe that are not up to date, from prompts to report",
+    "prepare-data": "bring the training data of a recipe up to date: prompts, rollouts and token map",
+    "synthesize": "collect the prompts of a recipe: from its sources, and written by the target itself",
+    "rollouts": "let the target answer the prompts of a recipe, or of any file of conversations",
+    "preview": "show which tokens of rollouts a training supervises",
+    "build-token-map": "count tokens of rollouts, or of any corpora, and keep the most common ones for the draft",
+    "train": "train the draft head of a recipe, by accelerate launch of its script (toolkit/train/eagle3.py, ..)",
+    "bench": "measure accept_length and speed of a draft head against plain decoding",
+    "forecast": "forecast accept_length of every draft shape of a head, without serving",
+    "search": "find the fastest draft setting of a head for each batch size, by forecast and measured step times",
+    "report": "write report.json and report.html of a run folder",
+    "inspect": "say what a draft head, a target or a token map is, what it needs, and what looks wrong",
+    "check": "test a draft head on its target: files, settings, acceptance, and that decoding with it is lossless",
+    "export": "convert a draft head for SGLang, vLLM, speculators, EAGLE or llama.cpp, and print the launch line",
+    "plan": "plan a deployment on SGLang or vLLM: layout, draft length by batch, launch lines, predicted throughput",
+    "serve": "serve a target with its draft head over OpenAI's HTTP API",
+    "chat": "talk to a target in the terminal, drafted tokens shown in green",
+}
 
 
 def overview() -> str:
     """Return the output of `toolkit --help`."""
-    rows = "\n".join(f"  {name:<16} {command_help(name)}" for name in COMMANDS)
+    rows = "\n".join(f"  {name:<16} {text}" for name, text in COMMANDS.items())
     return (
         "usage: toolkit [--version] COMMAND ...\n\n"
         "Train draft heads for a language model, and serve the model with them by speculative decoding.\n\n"
@@ -85,7 +73,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def command_parser(name: str) -> tuple[argparse.ArgumentParser, Callable[[Sequence[str]], argparse.Namespace]]:
     """Return the parser of a command, and its method that parses a command line."""
     command = _module(name)
-    parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
+    parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=COMMANDS[name])
     subcommands = command.add_arguments(parser)
     if hasattr(command, "parse"):  # the command reads its line itself
         return parser, partial(command.parse, parser)

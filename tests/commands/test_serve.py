@@ -12,14 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 
 import httpx
 import openai
 import pytest
-import torch
 
 from toolkit.cli import main
 from toolkit.weights import load_tensors, save_tensors
@@ -103,39 +100,6 @@ def test_served_draft_writes_what_the_plain_target_writes(tiny_draft_directory):
 
 
 @pytest.mark.process
-def test_sigterm_under_load(tiny_draft_directory):
-    """Every answer that began comes whole, later requests are told to go elsewhere, and the status is 0."""
-    with serving(tiny_draft_directory, "--drain-timeout", "60") as (process, url):
-        wanted, seen, over = text_of(ask(url)), Counter(), threading.Event()
-        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-
-        def client():
-            while not over.is_set():
-                try:
-                    reply = httpx.post(f"{url}/v1/chat/completions", json={"model": name, **BODY}, timeout=60)
-                except httpx.ConnectError:  # the server has ended
-                    return
-                seen[reply.status_code] += 1
-                assert reply.status_code == 503 or text_of(reply) == wanted
-                if reply.status_code == 503:
-                    assert int(reply.headers["retry-after"]) >= 1
-                    return
-
-        threads = [threading.Thread(target=client) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        while seen[200] < 5:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=60)
-        over.set()
-        for thread in threads:
-            thread.join(60)
-    assert process.returncode == 0, error
-    assert set(seen) <= {200, 503} and "the server has ended" in error and "Traceback" not in error
-
-
-@pytest.mark.process
 def test_a_head_of_nan(broken_head):
     """The log says that the head is broken; the answers are those of plain decoding."""
     with serving(broken_head) as (process, url):
@@ -146,15 +110,6 @@ def test_a_head_of_nan(broken_head):
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "fc.weight hold values that are not finite" in error
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_check_before_a_broken_head(broken_head):
-    """With --check the same head is not served, and the page of `toolkit check` says why."""
-    with serving(broken_head, "--check", wait=False) as (process, _):
-        said, error = process.communicate(timeout=300)
-    assert process.returncode == 1 and "FAILED: weights" in said and "does not start" in error
 
 
 def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
@@ -171,35 +126,11 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
     assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
 
 
-def test_a_broken_target(tiny_target_directory, tmp_path, capsys):
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, broken):
     """Status 2 and a message that names the file, without a traceback."""
-    directory = shutil.copytree(tiny_target_directory, tmp_path / "target")
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert main(["serve", "--target", str(directory), "--port", "0"]) == 2
-    error = capsys.readouterr().err
-    assert "toolkit: error:" in error and str(directory) in error and "Traceback" not in error
-
-
-def reshape(directory):
-    tensors = load_tensors(directory / "model.safetensors")
-    save_tensors(directory / "model.safetensors", tensors | {"fc.weight": torch.zeros(3, 3)})
-
-
-DAMAGES = {
-    "wrong shape": (reshape, "fc.weight"),
-    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "model.safetensors"),
-    "not JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-    "no directory": (shutil.rmtree, "no draft directory"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
-    """Status 2 and a message that names the culprit, without a traceback."""
     directory = shutil.copytree(tiny_draft_directory, tmp_path / "ckpt")
-    break_it, says = DAMAGES[damage]
-    break_it(directory)
+    (directory / broken).write_text("{")
     assert main(["serve", "--draft", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
-    assert "toolkit: error:" in error and says in error and "Traceback" not in error
+    assert "toolkit: error:" in error and broken in error and "Traceback" not in error

@@ -11,13 +11,13 @@ import pytest
 from tests.infer.running_server import running
 from toolkit import cli
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.request_params import DefaultSampling
 from toolkit.pipeline.run import Run
 from toolkit.targets.target import Target
 
 # Other defaults than rollouts have, as a target's generation config may state them.
-DEFAULTS = DefaultSampling(temperature=0.3, top_p=0.5, top_k=3, min_p=0.2, repetition_penalty=1.5)
+DEFAULTS = SamplingParams(temperature=0.3, top_p=0.5, top_k=3, min_p=0.2, repetition_penalty=1.5)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from toolkit.infer.drafters.choose_drafter import default_shape, drafts_at_once
 from toolkit.infer.engine.config import NATIVE, NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, target_source, with_token_map
+from toolkit.infer.load.load_draft import find_module, load_draft, native_draft, with_target, with_token_map
 from toolkit.infer.load.load_engine import device_of
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams
@@ -200,10 +200,9 @@ def open_checked(config: EngineConfig) -> CheckedHead:
     device = device_of(config)
     config.check(device.type)
     draft: Any = None if name == NATIVE else load_draft(name, config.target, config.revision)
-    source = target_source(config, draft)
-    module = find_module(config, source) if draft is None else None
-    asked: Any = {key: getattr(source, key) for key in ("revision", "quantization", "chat_template")}
-    target = load_target(source.name, dtype="float32", device=device, **asked)
+    config = with_target(config, draft)
+    module = find_module(config) if draft is None else None
+    target = load_target(str(config.target), dtype="float32", device=device, **config.target_options)
     draft = draft if module is None else native_draft(config, target, *module)
     assert isinstance(draft, DraftCheckpoint), "a head is checked"
     if config.token_map is not None:

@@ -12,7 +12,6 @@ from toolkit.pipeline.launch import set_threads
 from toolkit.recipe import BenchSettings
 from toolkit.recipe_yaml import build
 
-HELP = "measure accept_length and speed of a draft head against plain decoding"
 # Options beside --draft: of the engine, with a counterpart among the recipe's bench settings, and others.
 ENGINE = (
     "draft", "token_map", "draft_confidence", "target", "dtype", "verify", "quantization",

@@ -11,7 +11,6 @@ from toolkit.pipeline.launch import set_threads
 from toolkit.threads import physical_cores
 from toolkit.weights import read_json
 
-HELP = "count tokens of rollouts, or of any corpora with any tokenizer, and keep the most common for the draft"
 EPILOG = (
     "Give --corpus after the overrides, or separate them with --. A SPEC is a text file, .json, .jsonl (each gzipped "
     "or not) or .parquet; a folder or a glob of them; or a dataset: hub:org/name[/config][:split]. Rollouts are "

@@ -9,25 +9,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, describe, load_from
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.log import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:  # the parser is built without torch
-    from toolkit.infer.load.answer import Answer
-    from toolkit.infer.load.load_engine import LoadedEngine
-    from toolkit.infer.request.request import AcceptanceStats, Request
+    from toolkit.infer.request.request import Answer, Request
 
-HELP = "talk to a target in the terminal, drafted tokens shown in green"
-
-# Plain steps that are timed: at most so many or those of so many seconds, at least 3. The first of a process are slow.
-TIMED_STEPS, TIMED_SECONDS, LEAST_STEPS, SLOW_STEPS = 12, 2.0, 3, 2
+# Plain steps that are timed: at most so many or those of so many seconds. The first of a process are slow.
+TIMED_STEPS, TIMED_SECONDS, SLOW_STEPS = 12, 2.0, 3
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
@@ -53,57 +48,44 @@ def run(args: argparse.Namespace) -> int:
     """Answer --prompt, or hold a conversation until /quit."""
     from toolkit.infer.load.load_engine import closing
 
+    params = SamplingParams(args.temperature, args.top_p, max_tokens=args.max_tokens, seed=args.seed)
     loaded = load_from(args, max_running_requests=1)
     with closing(loaded):
-        converse(args, loaded)
+        target, shape = loaded.target, loaded.shape_name
+        session = ChatSession(loaded.engine, target.tokenizer, params, args.system)
+        painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
+        plain = None if shape is None else session.plain_tokens_per_s()
+
+        def answer(text: str) -> None:
+            with interrupts() as interrupted:
+                request, reply = session.ask(text, painter.write, interrupted)
+            painter.end()
+            print(summary(request, reply, shape, plain), file=sys.stderr, flush=True)
+
+        if args.prompt is not None:
+            answer(args.prompt)
+            return 0
+        print(f"{target.name} ({target.precision}); draft: {describe(loaded)}\n{COMMANDS_HELP}", file=sys.stderr)
+        if painter.mark and shape is not None:
+            print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
+        talk(answer, session.reset)
     return 0
 
 
-def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
-    """Answer --prompt or talk. Raises ValueError with a message for the user, RankLostError when a rank ends."""
-    conversation = ChatSession(
-        loaded.engine,
-        loaded.target.tokenizer,
-        context_length=loaded.engine.context_length,
-        system=args.system,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-    )
-    painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
-    shape = loaded.shape_name
-    plain = None if shape is None else conversation.plain_tokens_per_s()
-
-    def answer(text: str) -> None:
-        with interrupts() as interrupted:
-            exchange = conversation.ask(text, painter.write, interrupted)
-        painter.end()
-        print(summary(exchange, shape, args.temperature, plain), file=sys.stderr, flush=True)
-
-    if args.prompt is not None:
-        answer(args.prompt)
-        return
-    target = loaded.target
-    print(f"{target.name} ({target.precision}); draft: {describe(loaded)}\n{COMMANDS_HELP}", file=sys.stderr)
-    if painter.mark and shape is not None:
-        print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
-    talk(answer, conversation.reset, sys.stdin)
-
-
-def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
+def talk(answer: Callable[[str], None], reset: Callable[[], None]) -> None:
     """Read lines until /quit or the end of input. A line that cannot be answered prints an error and is dropped."""
     with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
 
+    at_terminal = sys.stdin.isatty()
     while True:
         try:
-            line = _read_line(stdin)
+            line = input("\nyou> " if at_terminal else "").strip()
         except KeyboardInterrupt:
             print(f"\n{COMMANDS_HELP}", file=sys.stderr)
             continue
         except EOFError:
-            if stdin.isatty():
+            if at_terminal:
                 print(file=sys.stderr)  # so that the shell's prompt begins a line
             return
         if line in ("/quit", "/exit"):
@@ -116,17 +98,8 @@ def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO
         elif line:
             try:
                 answer(line)
-            except ChatSessionError as error:
-                print(f"toolkit chat: {error}", file=sys.stderr)
-
-
-def _read_line(stdin: TextIO) -> str:
-    if stdin.isatty():
-        return input("\nyou> ").strip()
-    line = stdin.readline()
-    if not line:
-        raise EOFError
-    return line.strip()
+            except (ChatPromptError, EngineError) as error:
+                print(f"toolkit chat: {error}; {COMMANDS_HELP}", file=sys.stderr)
 
 
 def marker(plain: bool, stdout: TextIO) -> str:
@@ -142,24 +115,19 @@ class Painter:
     def __init__(self, stdout: TextIO, mark: str) -> None:
         self._stdout = stdout
         self.mark = mark
-        self._clean = stdout.isatty()
         self._at_line_start = True
 
     def write(self, text: str, from_draft: bool) -> None:
         """Write one piece and flush."""
-        if not text:
-            return
-        shown = text.translate(UNPRINTABLE) if self._clean else text
         self._at_line_start = text.endswith("\n")
+        shown = text.translate(UNPRINTABLE) if self._stdout.isatty() else text
         self._stdout.write(f"{self.mark}{shown}{END}" if from_draft and self.mark else shown)
         self._stdout.flush()
 
     def end(self) -> None:
         """End the answer's last line."""
         if not self._at_line_start:
-            self._stdout.write("\n")
-            self._stdout.flush()
-        self._at_line_start = True
+            self.write("\n", False)
 
 
 @contextlib.contextmanager
@@ -173,73 +141,39 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def summary(exchange: Exchange, shape: str | None, temperature: float, plain_tokens_per_s: float | None) -> str:
-    """The line printed after an answer. shape: None for plain decoding."""
-    ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(exchange.answer.finish_reason), "")
-    count, speed = exchange.answer.n_tokens, _speed(exchange.tokens_per_s)
+def summary(request: Request, answer: Answer, shape: str | None, plain_tokens_per_s: float | None) -> str:
+    """The line printed after an answer. shape: None for plain decoding. Speeds are of the tokens after the first, which
+    comes with the prompt."""
+    from toolkit.infer.request.request import events_of_answer, summarise
+
+    ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(answer.finish_reason), "")
+    seconds = (request.finished_at or 0.0) - (request.first_token_at or 0.0)
+    speed = f"{(answer.n_tokens - 1) / seconds:.1f}" if answer.n_tokens > 1 and seconds > 0 else "-"
     if shape is None:
-        parts = f"plain decoding, {count} tokens, {speed}{ending}"
+        parts = f"plain decoding, {answer.n_tokens} tokens, {speed} tokens/s{ending}"
     else:
-        stats = exchange.stats
+        stats = summarise(events_of_answer(request.events, answer.n_tokens))
         length = f"{stats.accept_length:.2f}" if stats.verify_steps else "-"
-        of_drafts = (
-            f"accept_length {length} over {stats.verify_steps} verify steps, {shape}, temperature {temperature:g}"
+        parts = (
+            f"{answer.n_tokens} tokens, {answer.n_from_draft} of them drafted, {speed} tokens/s{ending}, accept_length "
+            f"{length} over {stats.verify_steps} verify steps, {shape}, temperature {request.params.temperature:g}"
         )
-        beside = "" if plain_tokens_per_s is None else f"; plain decoding about {_speed(plain_tokens_per_s)} here"
-        parts = f"{count} tokens, {exchange.answer.n_from_draft} of them drafted, {speed}{ending}, {of_drafts}{beside}"
+        if plain_tokens_per_s is not None:
+            parts += f"; plain decoding about {plain_tokens_per_s:.1f} tokens/s here"
     return f"{DIM}[{parts}]{END}" if sys.stderr.isatty() else f"[{parts}]"
 
 
-def _speed(tokens_per_s: float | None) -> str:
-    return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
-
-
-class ChatSessionError(ValueError):
-    """A turn cannot be answered. The conversation does not change."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One turn. decode_s: seconds from the answer's first token to its last. stats: the acceptance statistics."""
-
-    text: str
-    answer: Answer
-    decode_s: float
-    stats: AcceptanceStats
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second after the first one, which comes with the prompt; None for an answer of one token."""
-        after = self.answer.n_tokens - 1
-        return after / self.decode_s if after > 0 and self.decode_s > 0 else None
-
-
 class ChatSession:
-    """Keeps the messages and steps the engine. No other code may step the engine during `ask`."""
+    """Keeps the messages and steps the engine. No other code may step the engine during `ask`.
 
-    def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        *,
-        context_length: int,
-        system: str | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        max_tokens: int = 512,
-        seed: int | None = None,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+    Raises NoChatTemplateError."""
+
+    def __init__(self, engine: Any, tokenizer: Any, params: SamplingParams, system: str | None = None) -> None:
+        require_chat_template(tokenizer)
+        self._engine, self._tokenizer, self._params = engine, tokenizer, params
         self._detokenizer = Detokenizer(tokenizer)
-        self._context_length = context_length
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self._start)
-        try:
-            require_chat_template(tokenizer)
-            self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-        except ValueError as error:
-            raise ChatSessionError(str(error)) from error
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -250,42 +184,34 @@ class ChatSession:
 
         None if the chat template rejects a greeting, or the context is too short for one.
         """
-        from toolkit.infer.request.request import PromptTooLongError
-
-        params = SamplingParams(max_tokens=TIMED_STEPS + SLOW_STEPS + 1, ignore_eos=True)
+        params = SamplingParams(max_tokens=TIMED_STEPS + SLOW_STEPS, ignore_eos=True)
         try:
             ids = chat_ids(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])
             request = self._engine.add_request(ids, params, speculative=False)
-        except (ChatPromptError, PromptTooLongError):
+        except (ChatPromptError, EngineError):
             return None
         seconds: list[float] = []
         while not request.finished:
-            written, began = len(request.output_ids), time.perf_counter()
+            began = time.perf_counter()
             self._engine.step()
-            if written:  # the first token comes with the prompt
-                seconds.append(time.perf_counter() - began)
-            if sum(seconds) > TIMED_SECONDS and len(seconds) >= SLOW_STEPS + LEAST_STEPS:
+            seconds.append(time.perf_counter() - began)
+            if sum(seconds) > TIMED_SECONDS and len(seconds) > 2 * SLOW_STEPS:
                 self._engine.abort(request)
-        return 1 / median(seconds[SLOW_STEPS:]) if len(seconds) >= SLOW_STEPS + LEAST_STEPS else None
+        return 1 / median(seconds[SLOW_STEPS:]) if len(seconds) > SLOW_STEPS else None
 
     def ask(
-        self,
-        text: str,
-        show: Callable[[str, bool], None],
-        interrupted: Callable[[], bool],
-    ) -> Exchange:
+        self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]
+    ) -> tuple[Request, Answer]:
         """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
 
-        The conversation keeps the shown part of a stopped answer. Raises ChatSessionError.
+        The conversation keeps the shown part of a stopped answer. Raises ChatPromptError or EngineError for a turn that
+        cannot be answered, which leaves the conversation as it was.
         """
-        from toolkit.infer.load.answer import Answer, events_of_answer
-        from toolkit.infer.request.request import Update, summarise
+        from toolkit.infer.request.request import Answer, Update
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        request = self._submit(messages)
-        answer = Answer(self._detokenizer.stream())
-        written: list[str] = []
-        sent = 0
+        request = self._engine.add_request(chat_ids(self._tokenizer, messages), self._params)
+        answer, written, sent = Answer(self._detokenizer.stream()), "", 0
         try:
             while answer.finish_reason is None:
                 if interrupted():
@@ -295,27 +221,10 @@ class ChatSession:
                 update = Update.since(request, sent)
                 sent += len(update.token_ids)
                 for piece, from_draft in answer.feed_pieces(update):
-                    written.append(piece)
+                    written += piece
                     show(piece, from_draft)
         finally:
             if request.finish_reason is None:  # show() raised, e.g. into a closed pipe
                 self._engine.abort(request)
-        whole = "".join(written)
-        self.messages = [*messages, {"role": "assistant", "content": whole}]
-        stats = summarise(events_of_answer(request.events, answer.n_tokens))
-        decode_s = 0.0
-        if request.first_token_at is not None and request.finished_at is not None:
-            decode_s = request.finished_at - request.first_token_at
-        return Exchange(whole, answer, decode_s, stats)
-
-    def _submit(self, messages: list[dict[str, str]]) -> Request:
-        try:
-            ids = chat_ids(self._tokenizer, messages)
-        except ChatPromptError as error:
-            raise ChatSessionError(str(error)) from error
-        if len(ids) >= self._context_length:
-            raise ChatSessionError(
-                f"the conversation has {len(ids)} tokens and the model's context is {self._context_length}; "
-                "/reset starts a new one"
-            )
-        return self._engine.add_request(ids, self._params)
+        self.messages = [*messages, {"role": "assistant", "content": written}]
+        return request, answer

@@ -9,7 +9,6 @@ from pathlib import Path
 from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
 from toolkit.pipeline.launch import set_threads
 
-HELP = "test a draft head on its target: files, settings, acceptance, and that decoding with it is lossless"
 ENGINE = ("draft", "target", "revision", "token_map", "quantization", "device", "chat_template")
 DRAFT_HELP = (
     "the head to check: a draft directory, another project's head (a directory or a hub id), or native (the MTP module "

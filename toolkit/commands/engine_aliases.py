@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.commands.model_arguments import OPTIONS, Arguments, flag_of
@@ -17,8 +17,8 @@ from toolkit.infer.engine.config import NATIVE, NGRAM, ConfigError
 
 
 class Alias(NamedTuple):
-    """A flag of another server. option: ours; "": it is translated with others. metavar: of its value; None: a switch,
-    which sets the option to `value`."""
+    """A flag of another server. option: ours, or `method`; "": it is translated with others. metavar: of its value;
+    None: a switch, which sets the option to `value`."""
 
     option: str
     metavar: str | None = None
@@ -32,8 +32,8 @@ _REPLICAS = "start one server per replica behind a load balancer"
 TABLE: dict[str, Alias | str] = {
     "model_path": Alias("target", "MODEL"),
     "model": Alias("target", "MODEL"),
-    "speculative_algorithm": Alias("", "NAME", text="the kind of the head of --draft; without --draft EAGLE and NEXTN "
-                                   "are --draft native, NGRAM is --draft ngram"),
+    "speculative_algorithm": Alias("method", "NAME", text="the kind of the head of --draft; without --draft EAGLE and "
+                                   "NEXTN are --draft native, NGRAM is --draft ngram"),
     "speculative_draft_model_path": Alias("draft", "DIR"),
     "speculative_draft_model": Alias("draft", "DIR"),
     **{name: Alias("", letter, int, text=f"the {letter} of --shape S,K,N")
@@ -69,16 +69,16 @@ TABLE: dict[str, Alias | str] = {
 }  # fmt: skip
 ALIASES = {name: known for name, known in TABLE.items() if isinstance(known, Alias)}
 OTHER_SPECULATIVE = "drafting is set by --draft, --shape, --adaptive, --lookup, --verify and --draft-confidence"
-# Keys of --speculative-config -> SGLang's flags; `revision` belongs to the model.
-KEYS = {"method": "speculative_algorithm", "model": "speculative_draft_model_path", "revision": "",
-        "num_speculative_tokens": "speculative_num_steps", "draft_token_map": "speculative_token_map"}  # fmt: skip
+# Keys of --speculative-config -> our options, and `method`; `revision` belongs to the model.
+KEYS = {"method": "method", "model": "draft", "revision": "", "num_speculative_tokens": "shape",
+        "draft_token_map": "token_map"}  # fmt: skip
 # SGLang's algorithms and vLLM's methods -> kinds of heads
 METHODS = {
     "eagle": ("eagle2", "mtp"), "eagle3": ("eagle3",), "nextn": ("mtp",), "mtp": ("mtp",), "dflash": ("dspark",),
     "dspark": ("dspark",), "ngram": (),
 }  # fmt: skip
 
-Told = tuple[str, str, Any]  # where it was given, an option or a flag, its value
+Told = tuple[str, str, Any]  # where it was given, an option of ours or `method`, its value
 
 
 def add_alias_arguments(group: Arguments) -> None:
@@ -101,21 +101,18 @@ def translate(args: argparse.Namespace) -> None:
     """Replace the flags of other servers in `args` by our options; `args.draft_kinds` says what they ask of the head.
 
     Raises ConfigError if one is not understood, or contradicts another."""
-    given: list[Told] = [(flag_of(name), name, vars(args).pop(name)) for name in ALIASES if name in args]
-    config = next((value for _, name, value in given if name == "speculative_config"), None)
-    given += _of_config(config)
+    given = {name: vars(args).pop(name) for name in ALIASES if name in args}
     told: list[Told] = [(flag_of(name), name, value) for name, value in vars(args).items() if name in OPTIONS]
-    for where, name, value in given:
+    for name, value in given.items():
         if ALIASES[name].option:
-            told.append((where, ALIASES[name].option, value if ALIASES[name].metavar else ALIASES[name].value))
-    told += _shapes(given)
+            told.append((flag_of(name), ALIASES[name].option, value if ALIASES[name].metavar else ALIASES[name].value))
+    told += [*_of_config(given.get("speculative_config")), *_shape(given)]
+    methods = [(f"{where} {value}", str(value)) for where, name, value in told if name == "method"]
+    told = [one for one in told if one[1] != "method"]
     args.draft_kinds = {}
     target = next((value for _, option, value in told if option == "target"), None)
-    for where, name, value in given:
-        if name != "speculative_algorithm":
-            continue
-        where = f"{where} {value}"
-        method = "mtp" if str(value).endswith("_mtp") else str(value).lower()  # vLLM's families of MTP modules are one
+    for where, value in methods:
+        method = "mtp" if value.endswith("_mtp") else value.lower()  # vLLM's families of MTP modules are one
         kinds = METHODS.get(method)
         if kinds is None:
             raise ConfigError(f"{where} is not supported; {', '.join(METHODS)} are")
@@ -130,7 +127,7 @@ def translate(args: argparse.Namespace) -> None:
         if not drafts and "mtp" not in kinds:
             raise ConfigError(f"{where} needs a head; give its directory by --draft")
         told += [] if drafts else [(where, "draft", NATIVE)]
-    if config is not None and not any(option == "draft" for _, option, _ in told):
+    if "speculative_config" in given and not any(option == "draft" for _, option, _ in told):
         raise ConfigError("--speculative-config names no draft; give model, or the method ngram or mtp")
     for option, value in _agreed(told):
         setattr(args, option, value)
@@ -147,7 +144,7 @@ def check_draft_kind(args: argparse.Namespace, kind: str | None) -> None:
 
 
 def _of_config(text: str | None) -> Iterator[Told]:
-    """The keys of --speculative-config as SGLang's flags. Raises ConfigError."""
+    """The keys of --speculative-config as our options. Raises ConfigError."""
     try:
         settings = {} if text is None else json.loads(text)
     except json.JSONDecodeError as error:
@@ -159,28 +156,28 @@ def _of_config(text: str | None) -> Iterator[Told]:
     if settings.get("model") is not None and settings.get("revision") is not None:
         settings["model"] = f"{settings['model']}@{settings['revision']}"
     count = settings.get("num_speculative_tokens")
-    if count is not None and (type(count) is not int or count < 1):
-        raise ConfigError(f"--speculative-config: num_speculative_tokens is {count!r}; a number from 1 is needed")
+    if count is not None:
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"--speculative-config: num_speculative_tokens is {count!r}; a number from 1 is needed")
+        settings["num_speculative_tokens"] = f"{count},1,{count + 1}"
     for key, value in settings.items():
         if value is not None and KEYS[key]:
             yield f"--speculative-config: {key}", KEYS[key], value
 
 
-def _shapes(given: Sequence[Told]) -> Iterator[Told]:
-    """SGLang's three numbers as a shape, and the number of --speculative-config; what is left out is a chain's."""
-    for of_config in (False, True):
-        told = [one for one in given if one[1] in NUMBERS and ("config" in one[0]) == of_config]
-        if not told:
-            continue
-        numbers: Any = {name: value for _, name, value in told}
-        steps, k, nodes = (numbers.get(name) for name in NUMBERS)
-        where = " ".join(f"{one} {value}" for one, _, value in told)
-        chain = k in (None, 1) and (steps is None or nodes is None or k == 1 or nodes == steps + 1)
-        lacking = [flag_of(name) for name in NUMBERS if name not in numbers]
-        if steps is None and nodes is None or lacking and not chain:
-            raise ConfigError(f"{where} needs {' and '.join(lacking)} too; in short: --shape S,K,N")
-        steps = nodes - 1 if steps is None else steps
-        yield where, "shape", f"{steps},{k or 1},{steps + 1 if nodes is None else nodes}"
+def _shape(given: Mapping[str, Any]) -> Iterator[Told]:
+    """SGLang's three numbers as a shape; what is left out is a chain's. Raises ConfigError."""
+    numbers: list[Any] = [given.get(name) for name in NUMBERS]
+    steps, k, nodes = numbers
+    where = " ".join(f"{flag_of(name)} {given[name]}" for name in NUMBERS if name in given)
+    if not where:
+        return
+    chain = k in (None, 1) and (steps is None or nodes is None or k == 1 or nodes == steps + 1)
+    lacking = [flag_of(name) for name in NUMBERS if name not in given]
+    if (steps is None and nodes is None) or (lacking and not chain):
+        raise ConfigError(f"{where} needs {' and '.join(lacking)} too; in short: --shape S,K,N")
+    steps = nodes - 1 if steps is None else steps
+    yield where, "shape", f"{steps},{k or 1},{steps + 1 if nodes is None else nodes}"
 
 
 def _agreed(told: Sequence[Told]) -> Iterator[tuple[str, Any]]:

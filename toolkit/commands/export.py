@@ -11,7 +11,6 @@ import yaml
 from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 
-HELP = "convert a draft head to the format of SGLang, vLLM, speculators, EAGLE or llama.cpp, and print the launch line"
 FORMATS = ("sglang", "vllm", "speculators", "eagle", "gguf", "native", "toolkit")
 
 

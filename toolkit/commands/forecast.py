@@ -15,7 +15,6 @@ from toolkit.commands.recipe_arguments import (
 )
 from toolkit.pipeline.launch import set_threads
 
-HELP = "forecast accept_length of every draft shape of a head, without serving"
 BATCH = 8
 ANSWERS = ("prompts", "max_tokens", "temperature")  # options of the answers
 

@@ -6,8 +6,6 @@ import argparse
 
 from toolkit.commands.model_arguments import errors_with_flags
 
-HELP = "say what a draft head, a target or a token map is, what it needs, and what looks wrong"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -7,8 +7,6 @@ import argparse
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of
 from toolkit.pipeline.run import run_recipe
 
-HELP = "bring the training data of a recipe up to date: prompts, rollouts and token map"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # the parser is built without torch
 
     from toolkit.data.batches import Example
 
-HELP = "show which tokens of rollouts a training supervises"
 LEGEND = (
     "Green (or in [brackets] without colours): the head is trained to predict it. Yellow (or in parentheses): the "
     "first token of an answer, which always comes from the target. Dim: read, never predicted."

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from toolkit.commands.recipe_arguments import ArgumentsError, run_of, run_one_stage
 
-HELP = "write report.json and report.html of a run folder"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -12,8 +12,6 @@ from toolkit.pipeline.launch import set_threads
 
 log = get_logger(__name__)
 
-HELP = "let the target answer the prompts of a recipe, or of any file of conversations"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)

@@ -12,8 +12,6 @@ from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run, run_recipe
 from toolkit.recipe import print_config
 from toolkit.train_settings import changed
 
-HELP = "run all stages of a recipe that are not up to date, from prompts to report"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="recipe file, e.g. recipes/smollm2-135m.yaml")

@@ -17,8 +17,6 @@ from toolkit.commands.recipe_arguments import (
 from toolkit.pipeline.launch import set_threads
 from toolkit.plan.step_time import gpu_named
 
-HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_head_arguments(parser)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from toolkit.infer.server.server_settings import (
     KEY_VARIABLE,
     LIMITS,
     ServerSettings,
-    ServerSettingsError,
     limit_flag,
     read_api_keys,
 )
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 CHUNK_S = 0.15  # of a prompt, while others decode: with a round between two, no stream pauses for 0.25 s
-
-HELP = "serve a target with its draft head over OpenAI's HTTP API"
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -63,14 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0: any free one)")
     group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
-    )
-    group.add_argument(
-        "--log-interval",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="log running requests, accept_length and tokens per second every S seconds in which something ran "
-        "(default: 10; 0: never)",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -141,12 +129,8 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.load_engine import closing
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.request_params import DefaultSampling
+    from toolkit.infer.server.request_params import default_sampling
 
-    if not 0 <= args.log_interval < math.inf:
-        raise ServerSettingsError(
-            f"--log-interval is {args.log_interval:g}; 0 (never) or a number of seconds is needed"
-        )
     settings = server_settings(args)
     listener = listen(args.host, args.port)  # before the model is loaded: a port in use is reported at once
     with listener:
@@ -155,7 +139,6 @@ def run(args: argparse.Namespace) -> int:
             return status
         loaded = load_from(args)
         loaded.engine.keep_pace(CHUNK_S)
-        defaults = DefaultSampling.of(loaded.target)
         served = Served(
             model_name=args.served_model_name or short_name(loaded.target.name),
             tokenizer=loaded.target.tokenizer,
@@ -163,8 +146,7 @@ def run(args: argparse.Namespace) -> int:
             context_length=loaded.engine.context_length,
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
-            defaults=defaults,
-            log_interval_s=args.log_interval,
+            defaults=default_sampling(loaded.target),
             parsers=Parsers.of(loaded.target.tokenizer, args.tool_call_parser, args.reasoning_parser),
         )
         port = listener.getsockname()[1]
@@ -194,14 +176,14 @@ def check_first(args: argparse.Namespace) -> int:
 
 def served_head(config: EngineConfig) -> str | None:
     """The head that would be served, as `toolkit check` calls it; None: none is. Raises ConfigError."""
-    from toolkit.infer.load.load_draft import find_module, target_source
+    from toolkit.infer.load.load_draft import find_module
 
     if config.draft is not None and not config.no_draft:
         return None if str(config.draft) in (NGRAM, NONE) else str(config.draft)
     if config.no_draft or config.target is None:  # without both options loading says what is missing
         return None
     with errors_with_flags():
-        return None if find_module(config, target_source(config, None)) is None else NATIVE
+        return None if find_module(config) is None else NATIVE
 
 
 def announce(text: str) -> None:
@@ -214,6 +196,8 @@ def announce(text: str) -> None:
 
 def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> str:
     """The text printed when the server is ready: address, model, draft shape, parsers, and a command to try."""
+    from toolkit.infer.server.request_params import described
+
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
     messages = [{"role": "user", "content": "Name three rivers."}]
@@ -225,7 +209,7 @@ def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> 
         f"  model     {served.model_name} ({target.precision}; on {target.device}, "
         f"context {loaded.engine.context_length} tokens)\n"
         f"  draft     {describe(loaded)}\n"
-        f"  sampling  {served.defaults.text} unless a request says otherwise\n"
+        f"  sampling  {described(served.defaults)} unless a request says otherwise\n"
         f"  parsers   tool calls {served.parsers.calls or 'none'}, reasoning {served.parsers.reasoning or 'none'}\n"
         f"  status    {address.removesuffix('v1')} in a browser\n"
         f"try it:\n  {curl}\n"

@@ -9,8 +9,6 @@ from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_argumen
 from toolkit.pipeline.launch import set_threads
 from toolkit.pipeline.run import recipe_stages
 
-HELP = "collect the prompts of a recipe: from its sources, and written by the target itself"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)

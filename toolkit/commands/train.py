@@ -11,8 +11,6 @@ from toolkit.pipeline.launch import set_threads
 from toolkit.pipeline.run import PROMPTS, ROLLOUTS, TOKEN_MAP, recipe_stages
 from toolkit.pipeline.stages import PipelineError, run_stages
 
-HELP = "train the draft head of a recipe, by accelerate launch of the script of its kind, e.g. toolkit/train/eagle3.py"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)

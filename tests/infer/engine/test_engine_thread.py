@@ -44,44 +44,6 @@ def test_concurrent_requests_get_their_own_tokens(scripted):
     assert answers == [[n + 10, n + 11, n + 12, 2] for n in range(12)]
 
 
-def test_failing_step_fails_the_requests_in_flight_and_the_next_one_works(scripted):
-    """An exception in the model must reach every waiting client; the server goes on."""
-    engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))
-    engine.step_seconds = 0.002
-
-    async def work(thread):
-        tickets = [await thread.submit([1], SamplingParams(max_tokens=400)) for _ in range(3)]
-        engine.fail_next_step = RuntimeError("out of pages")
-        for ticket in tickets:
-            with pytest.raises(EngineFailure, match="out of pages"):
-                await read(ticket)
-        assert thread.alive
-        return await read(await thread.submit([5], PARAMS))
-
-    assert with_thread(engine, work) == [15, 2]
-    assert len(engine.aborted) == 3
-
-
-def test_engine_that_cannot_forget_its_requests_is_declared_dead(scripted):
-    """A broken engine must turn /health red and refuse requests instead of letting them wait for ever."""
-    engine = scripted(echo)
-
-    async def work(thread):
-        engine.allow.clear()
-        ticket = await thread.submit([1], PARAMS)
-        engine.fail_next_step = RuntimeError("device lost")
-        engine.has_work = lambda: True
-        engine.allow.set()
-        with pytest.raises(EngineFailure):
-            await read(ticket)
-        await asyncio.to_thread(thread._thread.join, LIMIT_S)
-        assert not thread.alive
-        with pytest.raises(EngineFailure, match="does not run"):
-            await thread.submit([1], PARAMS)
-
-    with_thread(engine, work)
-
-
 def test_aborts_that_fail_after_a_failed_step_end_nothing_else(tiny_target, monkeypatch):
     """The engine kept the rows, and the thread ended. The rows are freed without their text, and the server goes on."""
     engine = Engine(tiny_target)
@@ -110,45 +72,6 @@ def test_aborts_that_fail_after_a_failed_step_end_nothing_else(tiny_target, monk
     engine.close()
 
 
-def test_an_abort_that_does_not_reach_the_engine_ends_the_request(scripted):
-    """Its reader waited for ever."""
-    engine = scripted(lambda prompt_ids: [7] * 400)
-    engine.step_seconds = 0.002
-
-    def fail(request):
-        raise RuntimeError("no pipe")
-
-    async def work(thread):
-        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
-        engine.abort = fail
-        thread.abort(ticket)
-        with pytest.raises(EngineFailure, match="failed to end"):
-            await read(ticket)
-        assert thread.alive
-
-    with_thread(engine, work)
-
-
-def test_abort_frees_the_engine(scripted):
-    """A client that goes away must not keep a row of the batch until its answer is done."""
-    engine = scripted(lambda prompt_ids: [7] * 400)
-    engine.step_seconds = 0.002
-
-    async def work(thread):
-        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
-        async for _ in ticket.updates():
-            break
-        thread.abort(ticket)
-        async for update in ticket.updates():
-            last = update
-        assert last.finish_reason == "abort"
-        assert thread.in_flight == 0
-
-    with_thread(engine, work)
-    assert len(engine.aborted) == 1 and not engine.has_work()
-    assert len(engine.aborted[0].output_ids) < 400
-
-
 def test_submit_cancelled_while_waiting_is_aborted(scripted):
     """A client that leaves before its request was taken must not leave it behind in the engine."""
     engine = scripted(lambda prompt_ids: [7] * 100 if prompt_ids == [1] else echo(prompt_ids))
@@ -168,25 +91,3 @@ def test_submit_cancelled_while_waiting_is_aborted(scripted):
 
     assert with_thread(engine, work) == [19, 2]
     assert [request.prompt_ids for request in engine.aborted] == [[2, 3, 4]] and not engine.has_work()
-
-
-def test_an_abort_that_fails_ends_nothing_else(scripted):
-    """It ended the thread, and with it the server."""
-    engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))
-    engine.step_seconds, abort = 0.002, engine.abort
-
-    def fail(request):
-        abort(request)
-        raise RuntimeError("device lost")
-
-    async def work(thread):
-        ticket, other = [await thread.submit([one], SamplingParams(max_tokens=400)) for one in (1, 1)]
-        engine.abort = fail
-        thread.abort(ticket)
-        assert [update async for update in ticket.updates()][-1].finish_reason == "abort"
-        assert thread.alive and thread.failed_steps == 1
-        assert await read(await thread.submit([5], PARAMS)) == [15, 2]
-        engine.abort = abort
-        return await read(other)
-
-    assert with_thread(engine, work) == [7] * 400

@@ -29,18 +29,12 @@ def test_every_option_has_a_help_text_that_names_options():
 @pytest.mark.parametrize(
     ("device", "options", "names"),
     [
-        ("cpu", {"target": None}, {"draft", "target"}),
         ("cpu", {"target": None, "draft": "x", "revision": "main"}, {"revision", "target"}),
         ("cpu", {"draft": "y", "no_draft": True, "adaptive": True}, {"adaptive", "draft"}),
-        ("cpu", {"max_running_requests": 0}, {"max_running_requests"}),
         ("cpu", {"mem_fraction_static": 0.5, "max_total_tokens": 4096}, {"mem_fraction_static", "max_total_tokens"}),
         ("cpu", {"draft": "y", "shape": "4,1"}, {"shape"}),
         ("cpu", {"draft": "y", "lookup": False, "lookup_corpus": "x.txt"}, {"lookup_corpus", "lookup"}),
-        ("cpu", {"draft": "ngram", "draft_quantization": "int8"}, {"draft_quantization", "draft"}),
-        ("cpu", {"torch_compile_max_bs": 4}, {"torch_compile_max_bs", "torch_compile"}),
         ("cpu", {"torch_compile": True}, {"torch_compile"}),
-        ("cpu", {"tensor_parallel_size": 2, "quantization": "int8"}, {"quantization", "tensor_parallel_size"}),
-        ("cpu", {"deterministic": True, "torch_compile": True}, {"torch_compile", "deterministic"}),
         ("cpu", {"draft": "x", "deterministic": True, "verify": "block"}, {"verify", "deterministic"}),
         ("mps", {"deterministic": True}, {"deterministic", "device"}),
         ("cuda", {"torch_compile": True, "torch_compile_max_bs": 17}, {"torch_compile_max_bs", "cuda_graph_max_bs"}),

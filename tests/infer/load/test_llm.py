@@ -135,13 +135,12 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        ([], "prompts is "),
         ({"role": "user"}, "prompts is {'role': 'user'} .dict.; a list of prompts"),
         ([HELLO, [5, 6]], "prompt 1 is no conversation as others are"),
-        (["a", None], "prompt 1 is None .NoneType."),
         ([[5], [5, "6"]], "prompt 1 is .5, '6'. .list."),
         ([""], "prompt 0 is '' .*with one token or more"),
         ([HELLO, [{"role": "user"}]], "prompt 1: the field 'content' is missing"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "prompt 0: calls of tools are not supported"),
     ],
 )
 def test_what_is_no_prompt(tiny_target, prompts, says):

@@ -63,7 +63,6 @@ def test_no_draft_keeps_the_target(draft):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"device": "toaster"}, "`device` is 'toaster'"),
         ({"device": "cuda:99"}, "`device` is cuda:99, but PyTorch sees"),
         ({"device": "cpu", "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4.*the device is cpu"),
         ({"draft": "ngram", "verify": "rejection"}, "n-gram lookup have none"),

@@ -14,7 +14,6 @@ from toolkit import __version__
 from toolkit.infer.server.app import AddressError, listen
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.replies import Writing
-from toolkit.infer.server.request_params import DefaultSampling
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
@@ -34,9 +33,7 @@ class Scripted:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def served(self):
-        return Served(
-            NAME, self.tokenizer, self.engine, self.engine.context_length, "fp_x", "chain 4", DefaultSampling()
-        )
+        return Served(NAME, self.tokenizer, self.engine, self.engine.context_length, "fp_x", "chain 4")
 
     def client(self):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
@@ -157,14 +154,13 @@ def test_wrong_model(scene):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"verbosity": "low"}, "verbosity"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
-        ({"temprature": 0.5}, "temprature"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_bad_requests_name_the_field(scene, fields, param):

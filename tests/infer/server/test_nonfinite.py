@@ -12,7 +12,6 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.request_params import DefaultSampling
 from toolkit.targets.target import Target
 
 BROKEN = 77  # the token whose embedding is NaN
@@ -78,7 +77,7 @@ def test_every_reply_form_says_so(broken_target, running):
     """A stream has sent its status, so an event says it; text of NaN must never look like an answer."""
     engine = Engine(broken_target)
     word = broken_target.tokenizer.decode([BROKEN])
-    served = Served("tiny", broken_target.tokenizer, engine, engine.context_length, "fp", None, DefaultSampling())
+    served = Served("tiny", broken_target.tokenizer, engine, engine.context_length, "fp", None)
     chat = {"messages": [{"role": "user", "content": word}]}
     with running(served) as url:
         for path, fields in [

@@ -94,10 +94,8 @@ def test_the_items_of_a_dialogue_become_its_prompt(scene):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"max_output_tokens": 5000}, "input"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
@@ -136,11 +134,3 @@ def test_tokenize_and_detokenize(scene):
     ]:
         answer = post(path, **body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
-
-
-def test_a_stream_whose_engine_fails(scene):
-    """In the form of responses: a client that reads events by type would wait for one that never comes."""
-    scene.engine.fail_next_step = RuntimeError("out of pages")
-    *_, last = respond(scene, stream=True)
-    assert last.type == "error" and "out of pages" in last.message and last.sequence_number > 0
-    assert respond(scene).status == "completed"

@@ -17,7 +17,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.protocol import CompletionRequest
 from toolkit.infer.server.replies import LogprobForm
-from toolkit.infer.server.request_params import DefaultSampling, request_params
+from toolkit.infer.server.request_params import default_sampling, described, request_params
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
@@ -34,7 +34,7 @@ def engine(tiny_target, tiny_draft):
 @pytest.fixture(scope="module")
 def url(tiny_target, engine, running):
     shape = DraftShape.parse("3,2,6").name
-    served = Served(NAME, tiny_target.tokenizer, engine, engine.context_length, "fp_x", shape, DefaultSampling())
+    served = Served(NAME, tiny_target.tokenizer, engine, engine.context_length, "fp_x", shape)
     with running(served) as address:
         yield address
 
@@ -234,8 +234,8 @@ def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
 def test_odd_defaults_of_a_target_never_fail_a_request(stated, taken):
     """A server was ready, and refused every request that stated no settings of its own."""
     config = SimpleNamespace(to_diff_dict=lambda: stated)
-    defaults = DefaultSampling.of(SimpleNamespace(model=SimpleNamespace(generation_config=config)))
-    assert defaults == DefaultSampling(**taken) and defaults.text
+    defaults = default_sampling(SimpleNamespace(model=SimpleNamespace(generation_config=config)))
+    assert defaults == SamplingParams(**{"temperature": 1.0, **taken}) and described(defaults)
     body = CompletionRequest.model_validate({"model": NAME, "prompt": "x"})
     assert request_params(body, defaults, 9).temperature == defaults.temperature
 

@@ -7,11 +7,10 @@ import json
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from tests.infer.server.test_app import NAME, USER, Scripted
 from toolkit.infer.server.answer_parser import Parsers
-from toolkit.infer.server.protocol import ToolFields, forced_schema
+from toolkit.infer.server.protocol import ChatRequest, forced_schema
 
 WEATHER = {
     "type": "function",
@@ -115,24 +114,6 @@ def test_a_cut_call_says_length(scene):
     assert f'"arguments": {json.dumps({"arguments": cut}, ensure_ascii=False)}}}\n</tool_call>' in prompts[0]
 
 
-class Weather(BaseModel):
-    city: str
-
-
-def test_the_clients_parser_of_calls(scene):
-    """`.parse` with models of pydantic sets `strict` in each tool, whatever tool_choice is."""
-    tool = openai.pydantic_function_tool(Weather, name="get_weather")
-    assert tool["function"]["strict"] is True
-    parsed = scene.client().chat.completions.parse(model=NAME, messages=USER, tools=[tool]).choices[0].message
-    assert [call.function.parsed_arguments for call in parsed.tool_calls] == [
-        Weather(city="Paris — ✨"),
-        Weather(city="Rome"),
-    ]
-    flat = {"type": "function", **tool["function"]}
-    output = scene.client().responses.create(model=NAME, input="x", tools=[flat]).output
-    assert [item.arguments for item in output if item.type == "function_call"] == [PARIS, ROME]
-
-
 def test_the_prompt_of_a_template_without_tools(scene):
     """The tools, the calls and the results of a turn are in it as text, in the form that the parser reads."""
     prompts = seen_prompt(scene)
@@ -202,31 +183,12 @@ def test_a_template_with_tools(scripted, tiny_target, running):
     assert prompts[0] == expected + "[user]count apples[assistant]Rome[tool get_weather]rain<think></think>"
 
 
-CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "integer"}}}]},
-            "tools[0].function.parameters.type",
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
-    ],
-)
-def test_wrong_tools_name_the_field(scene, fields, param):
-    """A client's mistake in a nested field is found by its path."""
-    response = scene.post({"model": NAME, "messages": USER, **fields})
-    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-
-
 def test_the_schema_of_a_forced_call():
     """A list of calls of the offered functions; references inside of a function's schema still lead to their place."""
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"$ref": "#"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": node}}, ADD]
-    schema = forced_schema(ToolFields.model_validate({"tools": tools, "tool_choice": "required"}))
+    body = {"model": NAME, "messages": USER, "tools": tools, "tool_choice": "required"}
+    schema = forced_schema(ChatRequest.model_validate(body))
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "add"]
     moved = schema["$defs"]["tool0"]
     assert moved["properties"]["next"] == {"$ref": "#/$defs/tool0/$defs/N"}

@@ -194,6 +194,12 @@ class EngineConfig:
         return str(self.draft) != NONE and not self.no_draft
 
     @property
+    def target_options(self) -> dict[str, Any]:
+        """What loads the target, beside its name and its dtype. quantization: None: the weights' own format."""
+        quantization = None if self.quantization == "none" else self.quantization
+        return {"revision": self.revision, "quantization": quantization, "chat_template": self.chat_template}
+
+    @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
         names = ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "draft_confidence")

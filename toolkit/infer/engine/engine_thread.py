@@ -4,8 +4,8 @@
           ^                                               |
           +----- updates (tokens, end, failure) ----------+
 
-Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later ones still run.
-A failed abort ends its request only. If the engine cannot even drop all rows, the thread stops and all requests fail.
+Only this thread uses the engine. If a step or an abort fails, the active requests get an EngineFailure and later ones
+still run. If the engine cannot even drop all rows, the thread stops and all requests fail.
 
 A request can be cut: at its deadline, or when the server ends. The asyncio side then ends it at once, even if the
 engine hangs in a step, with the tokens that it has so far.
@@ -50,8 +50,7 @@ class Ticket:
         self.cut_by: Cause | None = None
         self._timer: asyncio.TimerHandle | None = None  # of its deadline
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self._accepted: asyncio.Future[Request] = self._loop.create_future()
+        self._said: asyncio.Queue[Request | Update | Exception] = asyncio.Queue()  # the request first, when it is taken
         self._request: Request | None = None
         self._sent = 0  # tokens delivered so far; used by the engine thread only
 
@@ -61,47 +60,40 @@ class Ticket:
         assert self._request is not None, "the request has not been accepted by the engine yet"
         return self._request
 
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request; call it once. Raises the errors of `add_request`, EngineFailure,
+        RequestCutError."""
+        item = await self._said.get()
+        if isinstance(item, Exception):
+            raise item
+
     async def updates(self) -> AsyncIterator[Update]:
         """Yield updates up to the one with a finish reason. Raises EngineFailure."""
         while True:
-            item = await self._updates.get()
+            item = await self._said.get()
+            if isinstance(item, RequestCutError):
+                item = Update((), (), "abort")
             if isinstance(item, Exception):
                 raise item
+            assert isinstance(item, Update), "`accepted` has not been awaited"
             yield item
             if item.finish_reason is not None:
                 return
 
-    def _cut(self, cause: Cause) -> None:
-        self.cut_by = cause
-        _resolve(self._accepted, RequestCutError(cause))
-        self._updates.put_nowait(Update((), (), "abort"))
-
-    def _call(self, function: Any, *args: Any) -> None:
+    def _say(self, item: Request | Update | Exception) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._said.put_nowait, item)
         except RuntimeError:  # the loop is closed: no task waits for this answer
             logger.debug("an update came after the event loop was closed")
 
     def _accept(self, request: Request) -> None:
         self._request = request
-        self._call(_resolve, self._accepted, request)
+        self._say(request)
 
     def _deliver(self, request: Request) -> None:
         update = Update.since(request, self._sent)
         self._sent += len(update.token_ids)
-        self._call(self._updates.put_nowait, update)
-
-    def _fail(self, error: Exception) -> None:
-        self._call(_resolve, self._accepted, error)
-        self._call(self._updates.put_nowait, error)
-
-
-def _resolve(future: asyncio.Future[Request], result: Request | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(result, Exception):
-        return future.set_exception(result)
-    future.set_result(result)
+        self._say(update)
 
 
 class EngineThread:
@@ -166,11 +158,9 @@ class EngineThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    async def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, timeout_s: float | None = None, **asked: Any
-    ) -> Ticket:
+    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Ticket:
         """`put` a request and wait until it is `accepted`."""
-        ticket = self.put(prompt_ids, params, timeout_s=timeout_s, **asked)
+        ticket = self.put(prompt_ids, params)
         await self.accepted([ticket])
         return ticket
 
@@ -182,7 +172,10 @@ class EngineThread:
         timeout_s: the request is cut after so many seconds. Raises EngineFailure if the engine has stopped.
         """
         ticket = Ticket(prompt_ids, params, asked)
-        self._put("submit", ticket)
+        with self._lock:
+            if not self.alive:
+                raise EngineFailure("the engine does not run any more; see the server's log")
+            self._commands.put(("submit", ticket))
         self._open.add(ticket)
         if timeout_s is not None:
             ticket._timer = ticket._loop.call_later(timeout_s, self.cut, ticket, "deadline")
@@ -194,10 +187,8 @@ class EngineThread:
         Raises the errors of `add_request` (ValueError for a bad or too long prompt), EngineFailure, RequestCutError.
         """
         try:
-            answers = await asyncio.gather(*(ticket._accepted for ticket in tickets), return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
+            for ticket in tickets:
+                await ticket.accepted()
         except BaseException:
             for ticket in tickets:
                 self.abort(ticket)
@@ -214,18 +205,13 @@ class EngineThread:
     def cut(self, ticket: Ticket, cause: Cause) -> None:
         """End the request now: `updates()` ends with finish_reason "abort". `cut_by` then says why."""
         self.abort(ticket)
-        ticket._cut(cause)
+        ticket.cut_by = cause
+        ticket._said.put_nowait(RequestCutError(cause))
 
     def cut_all(self, cause: Cause) -> None:
         """Cut all open requests."""
         for ticket in tuple(self._open):
             self.cut(ticket, cause)
-
-    def _put(self, command: str, ticket: Ticket) -> None:
-        with self._lock:
-            if not self.alive:
-                raise EngineFailure("the engine does not run any more; see the server's log")
-            self._commands.put((command, ticket))
 
     def _run(self) -> None:
         try:
@@ -249,51 +235,45 @@ class EngineThread:
                 if command == "submit":
                     self._add(ticket)
                 elif ticket._request is not None and id(ticket.request) in self._active:
-                    del self._active[id(ticket.request)]
-                    self._abort(ticket.request)
-                    if ticket.request.finished:
-                        ticket._deliver(ticket.request)
-                    else:  # it still runs in the engine, for nobody
-                        ticket._fail(EngineFailure("the engine failed to end this request"))
+                    self._end(ticket)
         return True
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """For the watchdog: when the call of the engine began."""
+        """For `call_seconds`: when the call of the engine began."""
         self._call_began = time.monotonic()
         try:
             yield
         finally:
             self._call_began = None
 
-    def _abort(self, request: Request) -> None:
-        """Abort a request. If that fails, the others go on: the next step frees its row, or `_drop_all` does."""
-        try:
-            self._engine.abort(request)
-        except Exception:
-            self.failed_steps += 1
-            logger.exception("the engine failed to abort a request")
-
     def _add(self, ticket: Ticket) -> None:
         try:
             request = self._engine.add_request(ticket.prompt_ids, ticket.params, **ticket.asked)
         except ValueError as error:  # invalid input: a prompt that is too long, ids outside the vocabulary
-            ticket._fail(error)
+            ticket._say(error)
             return
         except Exception as error:  # process edge: report every error to the client
             logger.exception("the engine failed to take a request")
-            ticket._fail(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
+            ticket._say(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
             return
         self._active[id(request)] = ticket
         ticket._accept(request)
+
+    def _end(self, ticket: Ticket) -> None:
+        try:
+            self._engine.abort(ticket.request)
+        except Exception as error:
+            self._drop_all(error)
+        else:
+            del self._active[id(ticket.request)]
+            ticket._deliver(ticket.request)
 
     def _step(self) -> None:
         try:
             with self._calling():
                 touched = self._engine.step()
         except Exception as error:  # process edge: report every error to the waiting clients
-            logger.exception("the engine failed with %d requests in flight", len(self._active))
-            self.failed_steps += 1
             self._drop_all(error)
             return
         for request in touched:
@@ -302,7 +282,7 @@ class EngineThread:
                 continue
             if request.finish_reason == "abort":  # by the engine itself
                 of_grammar = request.grammar is not None and request.grammar.failure is not None
-                ticket._fail((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
+                ticket._say((GrammarFailure if of_grammar else EngineFailure)(str(request.stop_reason)))
             else:
                 ticket._deliver(request)
             if request.finish_reason is not None:
@@ -311,58 +291,27 @@ class EngineThread:
             raise RuntimeError(f"the engine is idle but {len(self._active)} requests have not ended")
 
     def _drop_all(self, error: Exception) -> None:
-        """Fail and abort all active requests after a failed step. Raises an error if the engine keeps any."""
+        """Fail and end all active requests after an error of the engine. Raises an error if the engine keeps any."""
+        logger.error("the engine failed with %d requests in flight", len(self._active), exc_info=error)
+        self.failed_steps += 1
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
-        for request in reversed(requests):  # last row first, so that no half-written row moves
-            self._abort(request)
-        if self._engine.has_work():  # an abort failed, now or earlier
+        try:
+            for request in reversed(requests):  # last row first, so that no half-written row moves
+                self._engine.abort(request)
+        except Exception:
+            logger.exception("the engine failed to end a request; all its rows are dropped")
+        if self._engine.has_work():
             self._engine.drop_all()
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were dropped")
 
     def _fail_all(self, error: EngineFailure) -> None:
         for ticket in self._active.values():
-            ticket._fail(error)
+            ticket._say(error)
         self._active.clear()
         if self._closed:
             while not self._commands.empty():
                 _, late = self._commands.get()
                 if late is not None:
-                    late._fail(error)
-
-
-class Watchdog:
-    """A thread that looks at the engine's thread. `stuck` is True while a call of the engine takes over `timeout_s`.
-
-    A call: a step, or taking or dropping a request."""
-
-    def __init__(self, engine: EngineThread, timeout_s: float) -> None:
-        self.stuck = False
-        self._engine, self._timeout_s = engine, timeout_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="toolkit-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._closing.wait(min(1.0, self._timeout_s / 4)):
-            seconds = self._engine.call_seconds
-            if seconds > self._timeout_s and not self.stuck:
-                where, requests = self._engine.where(), self._engine.in_flight
-                logger.error(
-                    "a call of the engine has not ended for %.1f s, with %d requests in flight; it hangs here:\n%s",
-                    seconds, requests, where,
-                )  # fmt: skip
-                self.stuck = True
-            elif self.stuck and seconds <= self._timeout_s:
-                logger.warning("the call that hung has ended; the engine goes on")
-                self.stuck = False
+                    late._say(error)

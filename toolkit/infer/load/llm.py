@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from toolkit.chat_rows import short
 from toolkit.infer.engine.config import ConfigError, EngineConfig
-from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, strict_message
+from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
 from toolkit.infer.request.request import (
     AcceptanceStats,
+    Answer,
     Request,
     TokenLogprob,
     Update,
     VerifyEvent,
+    events_of_answer,
     one_for_each,
     summarise,
 )
@@ -134,11 +136,12 @@ class LLM:
         Raises EngineError (OfflinePromptError, PromptTooLongError), DraftShapeError, SamplingError.
         """
         self._check_open()
-        read = read_offline_prompts(prompts, self.tokenizer)
+        ids, raw = read_offline_prompts(prompts, self.tokenizer)
         settings = SamplingParams() if params is None else params
-        shapes = [_shape(one) for one in one_for_each(shape, Shape, len(read.ids), "draft shapes")]
-        requests = self.engine.generate(read.ids, settings, speculative=speculative, shape=shapes)
-        return [self._completion(request, read.raw) for request in requests]
+        shapes = one_for_each(shape, Shape, len(ids), "draft shapes")
+        shapes = [DraftShape.parse(one) if isinstance(one, str) else one for one in shapes]
+        requests = self.engine.generate(ids, settings, speculative=speculative, shape=shapes)
+        return [self._completion(request, raw) for request in requests]
 
     def update_weights(self, weights: Mapping[str, Tensor] | str | Path) -> None:
         """Replace the target's weights without a restart; answers are then those of a new LLM with these weights.
@@ -299,10 +302,6 @@ def _free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _shape(given: Shape) -> DraftShape | None:
-    return DraftShape.parse(given) if isinstance(given, str) else given
-
-
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'
@@ -312,43 +311,48 @@ class OfflinePromptError(EngineError):
     """A value that is not a prompt, or conversations beside other prompts in one call."""
 
 
-@dataclass(frozen=True)
-class OfflinePrompts:
-    """Prompts as ids. raw: the answers continue the prompts' text; False: each answer is a turn of a conversation."""
-
-    ids: list[list[int]]
-    raw: bool
-
-
-def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
-    """Convert one prompt or a list of prompts. Raises OfflinePromptError with the prompt's index."""
+def read_offline_prompts(prompts: Any, tokenizer: Any) -> tuple[list[list[int]], bool]:
+    """Return the ids of one prompt or of a list of prompts, and whether the answers continue their texts; else each is
+    a turn of a conversation. Raises OfflinePromptError with the prompt's index."""
     if isinstance(prompts, str) or _all_are(prompts, Integral) or _all_are(prompts, Mapping):
         prompts = [prompts]
     if not isinstance(prompts, list | tuple) or not prompts:
-        raise OfflinePromptError(f"prompts is {_short(prompts)}; a list of prompts is needed")
+        raise OfflinePromptError(f"prompts is {short(prompts)} ({type(prompts).__name__}); a list of prompts is needed")
     chats = [_all_are(prompt, Mapping) for prompt in prompts]
     if any(chats) and not all(chats):
         raise OfflinePromptError(f"prompt {chats.index(not chats[0])} is no conversation as others are; {NEEDED}")
-    return OfflinePrompts([_ids(prompt, place, tokenizer) for place, prompt in enumerate(prompts)], not chats[0])
+    return [_ids(prompt, place, tokenizer) for place, prompt in enumerate(prompts)], not chats[0]
 
 
 def _ids(prompt: Any, place: int, tokenizer: Any) -> list[int]:
     if _all_are(prompt, Mapping):
-        try:
-            return chat_ids(tokenizer, [strict_message(message) for message in prompt])
-        except (ChatMessageError, ChatPromptError) as error:
-            raise OfflinePromptError(f"prompt {place}: {error}") from error
+        return _chat_ids(prompt, place, tokenizer)
     ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     if not _all_are(ids, Integral) or any(isinstance(token, bool) for token in ids):
-        raise OfflinePromptError(f"prompt {place} is {_short(prompt)}; {NEEDED}, with one token or more")
+        raise OfflinePromptError(
+            f"prompt {place} is {short(prompt)} ({type(prompt).__name__}); {NEEDED}, with one token or more"
+        )
     return [int(token) for token in ids]
+
+
+def _chat_ids(messages: Sequence[Mapping[str, Any]], place: int, tokenizer: Any) -> list[int]:
+    from pydantic import ValidationError  # here: who gives no conversation needs no pydantic
+
+    from toolkit.infer.request.chat_messages import ChatMessage
+
+    try:
+        read = [ChatMessage.model_validate(dict(message)) for message in messages]
+        if any(message.tool_calls or message.role == "tool" for message in read):
+            raise OfflinePromptError(f"prompt {place}: calls of tools are not supported here, but by `toolkit serve`")
+        return chat_ids(tokenizer, [message.for_template() for message in read])
+    except ChatPromptError as error:
+        raise OfflinePromptError(f"prompt {place}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"]]
+        raise OfflinePromptError(f"prompt {place}: {': '.join([*where, first['msg']])}") from error
 
 
 def _all_are(prompt: Any, kind: Any) -> bool:
     """Whether it is a list with something in it, all of that kind."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(one, kind) for one in prompt)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,41 +41,29 @@ def load_draft(name: str | Path, target: str | None = None, revision: str | None
     return NgramLookup() if str(name) == NGRAM else open_head(name, target=target, revision=revision)
 
 
-@dataclass(frozen=True)
-class TargetSource:
-    """The arguments of load_target. None: keep the weights' own format, the target's own chat template."""
-
-    name: str
-    revision: str | None
-    quantization: str | None
-    chat_template: str | None = None
-
-
-def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
-    """The target of `config`, else the target stated in the draft directory. Raises DraftDirError."""
-    if config.target is not None:
-        name, revision = config.target, config.revision
-    else:
+def with_target(config: EngineConfig, draft: Draft | None) -> EngineConfig:
+    """`config` with the target that the draft directory states, where it names none itself: name, revision,
+    quantization ("auto" no longer) and chat template. Raises DraftDirError."""
+    if config.target is None:
         assert isinstance(draft, DraftCheckpoint), "config.check() lets only a head go without a target"
         name, revision = stated_target(draft)
-    quantization = None if config.quantization == "none" else config.quantization
+        config = replace(config, target=name, revision=revision)
     stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
     stated = stated if isinstance(stated, dict) else {}
-    if quantization == "auto":
-        quantization = stated.get("quantization")
-    return TargetSource(name, revision, quantization, config.chat_template or stated.get("chat_template"))
+    quantization = (stated.get("quantization") or "none") if config.quantization == "auto" else config.quantization
+    return replace(config, quantization=quantization, chat_template=config.chat_template or stated.get("chat_template"))
 
 
-def find_module(config: EngineConfig, source: TargetSource) -> tuple[TargetFacts, NativeModules] | None:
+def find_module(config: EngineConfig) -> tuple[TargetFacts, NativeModules] | None:
     """The MTP module in the target's own checkpoint, before the target's weights are loaded; None: decode plainly.
 
     Raises ConfigError if there is none and `draft` is "native" or an option asks for drafts. A checkpoint that cannot
     be searched is an error for "native", else there is no module.
     """
-    asked = str(config.draft) == NATIVE
+    asked, name = str(config.draft) == NATIVE, str(config.target)
     found: NativeModules | None = None
     try:
-        facts = target_facts(source.name, source.revision)
+        facts = target_facts(name, config.revision)
         found = find_native(facts)
     except (DraftDirError, TargetError) as error:
         if asked or isinstance(error, UnknownFamilyError):
@@ -86,7 +74,7 @@ def find_module(config: EngineConfig, source: TargetSource) -> tuple[TargetFacts
     if found is not None:
         return facts, found
     if asked:
-        raise ConfigError(f"`draft` is native, but {source.name} has no MTP module in its checkpoint; give a head")
+        raise ConfigError(f"`draft` is native, but {name} has no MTP module in its checkpoint; give a head")
     config.check_plain()
     return None
 
@@ -142,21 +130,6 @@ def measured_shape(draft: Draft, adaptive: bool, search: Found | None, batch: in
     name = "adaptive_shape" if adaptive and "adaptive_shape" in measured else "best_shape"
     text = measured.get(name)
     return default_shape(draft) if text is None else parse_shape(str(text), f"{draft.path}/measured.json: {name}")
-
-
-def depth_warning(draft: Draft, shape: DraftShape) -> str | None:
-    """What to say of a shape that drafts deeper than the head was trained; None if it does not, or nobody knows."""
-    if not isinstance(draft, DraftCheckpoint):
-        return None
-    native: Any = draft.meta.get("native") or {}
-    training: Any = draft.meta.get("training") or {}
-    trained = native.get("trained_steps") or (training.get("unroll") or {}).get("ttt_steps")
-    if trained is None or shape.num_steps <= trained:
-        return None
-    return (
-        f"the head was trained to draft {trained} tokens in a row, and the shape {shape.as_text()} drafts "
-        f"{shape.num_steps}: acceptance falls with depth (`toolkit bench acceptance` shows how far)"
-    )
 
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,13 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
-    depth_warning,
     find_module,
     fit_draft,
     load_draft,
     measured_shape,
     native_draft,
     read_corpus,
-    target_source,
+    with_target,
 )
 from toolkit.infer.load.search_file import SEARCH, Found, search_of
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_worker
@@ -89,12 +87,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
-    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks)
-    if loaded.draft is not None and loaded.shape is not None and config.shape is not None:
-        too_deep = depth_warning(loaded.draft, loaded.shape)
-        if too_deep is not None:
-            logger.warning("%s", too_deep)
-    return loaded
+    return build_engine(config, *load_models(config, device_of(config), ranks), ranks)
 
 
 def work() -> None:
@@ -221,18 +214,18 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     native = config.draft is None or str(config.draft) == NATIVE
     named = not native and str(config.draft) != NONE
     draft = load_draft(str(config.draft), config.target, config.revision) if named else None
-    source = target_source(config, draft)
+    config = with_target(config, draft)
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
-    module = find_module(config, source) if native and not config.no_draft else None
-    logger.info("loading the target %s", source.name)
+    module = find_module(config) if native and not config.no_draft else None
+    logger.info("loading the target %s", config.target)
     if ranks is None:
         load = load_target
     else:
-        load, device = partial(load_sharded_target, ranks), ranks.place(device, quantization=source.quantization)
-    asked: Any = {name: getattr(source, name) for name in ("revision", "quantization", "chat_template")}
-    target = load(source.name, dtype=config.dtype, device=device, **asked)
+        load = partial(load_sharded_target, ranks)
+        device = ranks.place(device, quantization=config.target_options["quantization"])
+    target = load(str(config.target), dtype=config.dtype, device=device, **config.target_options)
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:

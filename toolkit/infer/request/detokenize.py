@@ -21,55 +21,6 @@ REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not form a charact
 CONTEXT_TOKENS = 6  # prompt tokens decoded before a raw completion; they decide whether it starts with a space
 
 
-class IncrementalText:
-    """The text of one sequence, token by token. Special tokens give no text, except those of `shown` (id -> text)."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        special_ids: frozenset[int],
-        context_ids: Sequence[int] = (),
-        shown: Mapping[int, str] | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = special_ids
-        self._shown = shown or {}
-        self._ids = [i for i in context_ids if i not in special_ids]
-        self._known = self._decode(self._ids)
-        whole = range(len(self._ids), -1, -1)  # of the prompt's tokens, as many as end with a character
-        self._handed_out = next(n for n in whole if not self._decode(self._ids[:n]).endswith(REPLACEMENT))
-        self._completed = self._decode(self._ids[: self._handed_out])
-
-    def push(self, token_id: int) -> str:
-        """Return the text that this token completes; "" while a character lacks bytes."""
-        if token_id in self._special_ids:
-            return self.finish() + self._shown[token_id] if token_id in self._shown else ""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        return "" if text == self._known or text.endswith(REPLACEMENT) else self._hand_out(text)
-
-    def finish(self) -> str:
-        """Return the rest at the end of the sequence: incomplete bytes, as U+FFFD."""
-        return self._hand_out(self._decode(self._ids))
-
-    def _hand_out(self, text: str) -> str:
-        if text.startswith(self._known):
-            piece = text[len(self._known) :]
-        elif self._known.endswith(REPLACEMENT):  # the prompt's last character is complete now
-            piece = text[len(self._completed) :]
-        else:  # SentencePiece decoders turn whole runs of bytes into U+FFFD where one character is incomplete
-            piece = REPLACEMENT + text[len(commonprefix([self._known, text])) :].lstrip(REPLACEMENT)
-        self._ids = self._ids[self._handed_out :]
-        self._handed_out = len(self._ids)
-        self._known = self._completed = self._decode(self._ids)
-        return piece
-
-    def _decode(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
 def possible_beginning(text: str, marks: Sequence[str]) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
     longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
@@ -112,15 +63,28 @@ class StopStrings:
 
 
 class TextStream:
-    """`IncrementalText` with stop strings: push token ids, get the text that is safe to emit.
+    """The text of one sequence: push token ids, get the text that is safe to emit.
 
-    unsearched: number of first tokens whose text is emitted without a search; a stop string can begin only after it.
+    Special tokens give no text, except those of `shown` (id -> text). unsearched: number of first tokens whose text is
+    emitted without a search; a stop string can begin only after it.
     """
 
-    def __init__(self, text: IncrementalText, stops: StopStrings, unsearched: int = 0) -> None:
-        self._text = text
-        self._stops = stops
-        self._unsearched = unsearched
+    def __init__(
+        self,
+        tokenizer: Any,
+        special_ids: frozenset[int],
+        context_ids: Sequence[int],
+        stops: Sequence[str],
+        unsearched: int,
+        shown: Mapping[int, str],
+    ) -> None:
+        self._tokenizer, self._special_ids, self._shown = tokenizer, special_ids, shown
+        self._stops, self._unsearched = StopStrings(stops), unsearched
+        self._ids = [i for i in context_ids if i not in special_ids]
+        self._known = self._decode(self._ids)
+        whole = range(len(self._ids), -1, -1)  # of the prompt's tokens, as many as end with a character
+        self._handed_out = next(n for n in whole if not self._decode(self._ids[:n]).endswith(REPLACEMENT))
+        self._completed = self._decode(self._ids[: self._handed_out])
 
     @property
     def hit(self) -> str | None:
@@ -129,18 +93,44 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Return the text to emit after this token: whole characters, no part of a stop string."""
-        text = self._text.push(token_id)
+        text = self._piece(token_id)
         if self._unsearched > 0:
             self._unsearched -= 1
             return text
         return self._stops.push(text)
 
     def finish(self) -> str:
-        """Return the held text; call once, after the sequence has ended."""
+        """Return the held text, incomplete bytes as U+FFFD; call once, after the sequence has ended."""
         if self.hit is not None:
             return ""
-        shown = self._stops.push(self._text.finish())
+        shown = self._stops.push(self._hand_out(self._decode(self._ids)))
         return shown + self._stops.finish()
+
+    def _piece(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character lacks bytes."""
+        if token_id in self._special_ids:
+            mark = self._shown.get(token_id)
+            return "" if mark is None else self._hand_out(self._decode(self._ids)) + mark
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        return "" if text == self._known or text.endswith(REPLACEMENT) else self._hand_out(text)
+
+    def _hand_out(self, text: str) -> str:
+        if text.startswith(self._known):
+            piece = text[len(self._known) :]
+        elif self._known.endswith(REPLACEMENT):  # the prompt's last character is complete now
+            piece = text[len(self._completed) :]
+        else:  # SentencePiece decoders turn whole runs of bytes into U+FFFD where one character is incomplete
+            piece = REPLACEMENT + text[len(commonprefix([self._known, text])) :].lstrip(REPLACEMENT)
+        self._ids = self._ids[self._handed_out :]
+        self._handed_out = len(self._ids)
+        self._known = self._completed = self._decode(self._ids)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Detokenizer:
@@ -166,5 +156,4 @@ class Detokenizer:
         """
         context = tuple(prompt_ids)[-CONTEXT_TOKENS:]
         visible = {i: mark for i, mark in self._marks.items() if mark in shown} if shown else {}
-        text = IncrementalText(self._tokenizer, self._special_ids, context, visible)
-        return TextStream(text, StopStrings(stops), unsearched)
+        return TextStream(self._tokenizer, self._special_ids, context, stops, unsearched, visible)

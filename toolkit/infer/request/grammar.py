@@ -16,9 +16,8 @@ A keyword of JSON schema that llguidance does not implement is an error that nam
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from toolkit.errors import MissingPackageError, optional_package
@@ -116,9 +115,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._known: Any = None  # llguidance's view of the tokenizer
-        self._lock, self._reading = threading.Lock(), threading.Lock()  # of _compiled and of _known
+        self._compiled = lru_cache(MOST_KEPT)(self._compile)  # compiles without a lock: threads do not wait for others
 
     def start(self, params: SamplingParams) -> GrammarState | None:
         """Return the state before the first token; None without a schema and regular expression.
@@ -131,32 +128,29 @@ class Grammars:
         field = "regex" if params.json_schema is None else "json_schema"
         source = params.regex if params.json_schema is None else params.json_schema
         assert isinstance(source, str), "SamplingParams keeps texts"
-        with self._lock:
-            matcher = self._compiled.get((field, source))
-        if matcher is None:  # without the lock: the engine's thread may want another grammar meanwhile
-            matcher = self._compile(field, source)
-        with self._lock:
-            self._compiled[field, source] = matcher
-            self._compiled.move_to_end((field, source))
-            if len(self._compiled) > MOST_KEPT:
-                self._compiled.popitem(last=False)
-        return GrammarState(matcher, self._stop_ids, -(-self._vocab_size // 8))
+        return GrammarState(self._compiled(field, source), self._stop_ids, -(-self._vocab_size // 8))
 
     def _compile(self, field: str, source: str) -> Any:
         try:
             library = optional_package("llguidance", field)
         except MissingPackageError as error:
             raise SamplingError(field, str(error)) from error
-        with self._reading:
-            if self._known is None:
-                self._known = self._read_tokenizer(field)
+        if not self._stop_ids:
+            raise SamplingError(field, f"{field} needs a target with a stop id, which ends the answer; this has none")
+        try:
+            tokens = self._tokens
+        except (ValueError, AttributeError) as error:
+            kind = type(self._tokenizer).__name__
+            raise SamplingError(
+                field, f"{field} needs a fast tokenizer (a tokenizer.json); the target's is a {kind}: {error}"
+            ) from error
         try:
             if field == "regex":
                 grammar = library.LLMatcher.grammar_from_regex(source)
             else:
                 grammar = library.LLMatcher.grammar_from_json_schema(_object(source), overrides=JSON_OPTIONS)
             limits = library.LLParserLimits(**LIMITS)
-            matcher = library.LLMatcher(self._known, grammar, log_level=0, limits=limits)
+            matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         except ValueError as error:  # not JSON, not an object, or not valid unicode
             raise SamplingError(field, f"{field} cannot be read: {error}") from error
         matcher.compute_bitmask()  # fails now where no answer can begin, and its copies find what it has learned
@@ -164,17 +158,11 @@ class Grammars:
             raise SamplingError(field, f"{field} is not supported: {_error_of(matcher)}")
         return matcher
 
-    def _read_tokenizer(self, field: str) -> Any:
-        if not self._stop_ids:
-            raise SamplingError(field, f"{field} needs a target with a stop id, which ends the answer; this has none")
-        reader = optional_package("llguidance.hf", field)
-        try:
-            return reader.from_tokenizer(self._tokenizer, self._vocab_size, eos_token=sorted(self._stop_ids))
-        except (ValueError, AttributeError) as error:
-            kind = type(self._tokenizer).__name__
-            raise SamplingError(
-                field, f"{field} needs a fast tokenizer (a tokenizer.json); the target's is a {kind}: {error}"
-            ) from error
+    @cached_property
+    def _tokens(self) -> Any:
+        """llguidance's view of the tokenizer."""
+        reader = optional_package("llguidance.hf", "a grammar")
+        return reader.from_tokenizer(self._tokenizer, self._vocab_size, eos_token=sorted(self._stop_ids))
 
 
 def _object(text: str) -> str:

@@ -29,6 +29,8 @@ class SamplingError(ValueError):
 class DraftShapeError(ValueError):
     """An impossible draft shape, or one that this draft head cannot draft."""
 
+    field = "shape"
+
 
 class EngineError(ValueError):
     """Engine settings, or a request, that cannot work as given."""
@@ -47,6 +49,8 @@ class RequestCutError(RuntimeError):
 
 class VerifyError(EngineError):
     """A request asks for a rule of verification that its engine does not have."""
+
+    field = "verify"
 
 
 class UnsupportedTargetError(TargetError):

@@ -228,6 +228,70 @@ class Update:
         )
 
 
+class Answer:
+    """One request's answer as text, counted exactly up to its end. `finish_reason` is None until it ends.
+
+    The engine ends the answer at the token that completes a stop string, also among accepted drafts; the text is cut
+    before the stop string. The text of a raw completion includes the space between prompt and answer, so a stop string
+    may be complete one token earlier here than in the engine. Later tokens count neither as text nor as tokens.
+    """
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self.n_tokens = 0
+        self.n_from_draft = 0
+        self._logprobs: list[TokenLogprob] = []  # of the tokens since the last take_logprobs()
+        self.finish_reason: str | None = None
+
+    def feed(self, update: Update) -> str:
+        """Add an update. Returns the new text that can be shown."""
+        return "".join(text for text, _ in self.feed_pieces(update))
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens since the last call; empty if the request did not ask for them."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def drop(self) -> None:
+        """Forget the answer, which was asked for with no tokens; it ended by its limit."""
+        self.n_tokens = self.n_from_draft = 0
+        self._logprobs, self.finish_reason = [], "length"
+
+    def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
+        """Add an update. Returns the new text as (text, from_draft), one piece per token that completed some text."""
+        pieces: list[tuple[str, bool]] = []
+        last = len(update.token_ids) - 1
+        for i, (token_id, drafted) in enumerate(zip(update.token_ids, update.from_draft, strict=True)):
+            self.n_tokens += 1
+            self.n_from_draft += drafted
+            self._logprobs += update.logprobs[i : i + 1]
+            if i == last and isinstance(update.stop_reason, int):
+                break  # the stop id is not text, even if the tokenizer does not mark it as special
+            pieces.append((self._text.push(token_id), drafted))
+            if self._text.hit is not None:
+                self.finish_reason = "stop"
+                return pieces
+        if update.finish_reason is not None:
+            pieces.append((self._text.finish(), False))
+            self.finish_reason = "stop" if self._text.hit is not None else update.finish_reason
+        return [piece for piece in pieces if piece[0]]
+
+
+def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[VerifyEvent]:
+    """The verify steps of the first `n_tokens` tokens. A step across the answer's end is marked truncated.
+
+    The first token comes from the prefill, so step 1 begins with token 2.
+    """
+    kept, written = [], 1
+    for event in events:
+        if written >= n_tokens:
+            break
+        room = n_tokens - written
+        kept.append(event if event.committed <= room else replace(event, committed=room, truncated=True))
+        written += event.committed
+    return kept
+
+
 @dataclass(frozen=True)
 class AcceptanceStats:
     """Statistics over verify steps that offered drafts and were not truncated.

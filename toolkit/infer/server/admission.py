@@ -15,25 +15,14 @@ import contextlib
 import hmac
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from toolkit.infer.engine.engine_thread import EngineThread, Watchdog
-from toolkit.infer.request.params import (
-    Cause,
-    DraftShapeError,
-    RequestCutError,
-    SamplingError,
-    SamplingParams,
-    VerifyError,
-)
-from toolkit.infer.server.api_errors import FINAL, ApiError
-from toolkit.infer.server.protocol import GenerationFields
-from toolkit.infer.server.request_params import wrong_setting
+from toolkit.infer.engine.engine_thread import EngineThread
+from toolkit.infer.request.params import Cause, SamplingParams
+from toolkit.infer.server.api_errors import FINAL, ApiError, to_api_error
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.log import get_logger
 
@@ -47,26 +36,21 @@ CLOSE_S = 5.0  # time for the step that runs when all requests have ended or wer
 class LifeCycle:
     """The state of one server. Only the event loop's thread uses it.
 
-    failure: the error of the warm-up; None: there was none.
+    failure: the error of the warm-up; None: there was none. stuck: a call of the engine takes longer than
+    `watchdog_timeout_s`.
     """
 
     def __init__(self, engine: EngineThread, settings: ServerSettings) -> None:
         self.failure: Exception | None = None
+        self.stuck = False
         self._engine, self._settings = engine, settings
-        self._watchdog = Watchdog(engine, settings.watchdog_timeout_s)
         self._warm = False
         self._drain_until: float | None = None
 
-    def start(self) -> None:
-        """Start the engine's thread and its watchdog."""
-        self._engine.start()
-        self._watchdog.start()
-
     def close(self) -> None:
-        """End both threads; active requests fail. A step that hangs is not waited for longer than CLOSE_S."""
+        """End the engine's thread; active requests fail. A step that hangs is not waited for longer than CLOSE_S."""
         if not self._engine.close(CLOSE_S):
             logger.warning("the engine's step has not ended; the server ends without it")
-        self._watchdog.close()
 
     @property
     def state(self) -> str:
@@ -75,7 +59,7 @@ class LifeCycle:
             return "the engine has stopped"
         if self._drain_until is not None:
             return "draining"
-        if self._watchdog.stuck:
+        if self.stuck:
             return "the engine hangs in a step"
         return "ready" if self._warm else "warming up"
 
@@ -95,12 +79,27 @@ class LifeCycle:
         else:
             self._warm = True
 
+    async def watch(self) -> None:
+        """Look at the engine's thread again and again. The log says where it hangs, and when it goes on."""
+        limit = self._settings.watchdog_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            seconds = self._engine.call_seconds
+            if seconds > limit and not self.stuck:
+                logger.error(
+                    "a call of the engine has not ended for %.1f s, with %d requests in flight; it hangs here:\n%s",
+                    seconds, self._engine.in_flight, self._engine.where(),
+                )  # fmt: skip
+            elif self.stuck and seconds <= limit:
+                logger.warning("the call that hung has ended; the engine goes on")
+            self.stuck = seconds > limit
+
     def check_accepts(self) -> None:
         """Raise the 503 for a request that comes while the server drains or the engine hangs."""
         if self._drain_until is not None:
             after = {"Retry-After": str(1 + max(0, int(self._drain_until - time.monotonic())))}
             raise ApiError(503, "the server is shutting down; ask another one", code="shutting_down", headers=after)
-        if self._watchdog.stuck:
+        if self.stuck:
             message = "the engine hangs in a step; the server's log says where"
             raise ApiError(503, message, code="engine_stuck", headers={"Retry-After": str(STUCK_RETRY_S)})
 
@@ -128,10 +127,6 @@ class LifeCycle:
 OPEN_PATHS = ("/health", "/ready")  # probes of a load balancer carry no key
 
 
-class ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
-
-
 def check_key(keys: Sequence[str], scope: Scope) -> None:
     """Raise the 401 for a request without one of the keys, as `Authorization: Bearer KEY`. No keys: none is needed.
 
@@ -150,6 +145,17 @@ def check_key(keys: Sequence[str], scope: Scope) -> None:
     raise ApiError(401, message, code="invalid_api_key", headers=how)
 
 
+def _key_of(authorization: str) -> bytes:
+    """The key in a header; empty for another scheme."""
+    scheme, _, given = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip().encode()
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+    except ValueError:
+        return b""
+
+
 class Gate:
     """ASGI middleware that refuses a request, or passes it on with its whole body. count_reply: for POSTs."""
 
@@ -162,44 +168,41 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] != "POST":
-            await self._pass(scope, receive, send)
-            return
         begun = False
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                self._count_reply(message["status"])
+                if scope["method"] == "POST":
+                    self._count_reply(message["status"])
             await send(message)
 
         try:
             await self._pass(scope, receive, counted)
-        except Exception:  # becomes a 500 outside of this middleware
-            if not begun:
-                self._count_reply(500)
-            raise
-
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            check_key(self._settings.api_keys, scope)
-            if scope["method"] != "POST":
-                await self._app(scope, receive, send)
-                return
-            body = await self._body(scope, receive)
-            self._life.check_accepts()
-            scope.setdefault("state", {})["arrived"] = time.monotonic()  # deadlines count from here
         except ApiError as error:
             headers = {**error.headers, "Connection": "close"}  # the rest of its body is not read
-            await JSONResponse(error.body, error.status, headers)(scope, receive, send)
-            return
-        except ClientGone:
-            return
-        await self._app(scope, _replay(body, receive), send)
+            await JSONResponse(error.body, error.status, headers)(scope, receive, counted)
+        except Exception as error:  # process edge: an error of the server itself
+            if begun:
+                raise
+            logger.exception("a request failed by an error of the server")
+            await JSONResponse(to_api_error(error).body, 500)(scope, receive, counted)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Read the body. A larger one is read to its end but not kept: many clients read no reply before that."""
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        check_key(self._settings.api_keys, scope)
+        if scope["method"] == "POST":
+            body = await self._body(receive)
+            if body is None:
+                return
+            self._life.check_accepts()
+            scope.setdefault("state", {})["arrived"] = time.monotonic()  # deadlines count from here
+            receive = _replay(body, receive)
+        await self._app(scope, receive, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Read the body; None: the client is gone. A larger one is read to its end but not kept: many clients read no
+        reply before that."""
         limit = self._settings.max_body_bytes
         parts: list[bytes] = []
         size, more = 0, True
@@ -208,7 +211,7 @@ class Gate:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        return None
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
                     if size <= limit:
@@ -217,11 +220,8 @@ class Gate:
                         parts.clear()
         except TimeoutError:
             if size <= limit:
-                raise ApiError(
-                    408,
-                    f"the request was not complete after {self._settings.body_timeout_s:g} s ({size} bytes came)",
-                    code="request_incomplete",
-                ) from None
+                problem = f"the request was not complete after {self._settings.body_timeout_s:g} s ({size} bytes came)"
+                raise ApiError(408, problem, code="request_incomplete") from None
         if size > limit:
             problem = f"the body has {size} bytes or more; this server takes {limit} (--max-body-bytes): send less"
             raise ApiError(413, problem, code="request_too_large")
@@ -236,17 +236,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return left.pop() if left else await receive()
 
     return replayed
-
-
-def _key_of(authorization: str) -> bytes:
-    """The key in a header; empty for another scheme."""
-    scheme, _, given = authorization.strip().partition(" ")
-    if scheme.lower() == "bearer":
-        return given.strip().encode()
-    try:
-        return base64.b64decode(given, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
-    except ValueError:
-        return b""
 
 
 @contextlib.contextmanager
@@ -266,45 +255,22 @@ def places(engine: EngineThread, running: int, settings: ServerSettings, n: int,
         yield
 
 
-@dataclass(frozen=True)
 class Deadline:
-    """The time of a request, from its arrival. seconds, at (of time.monotonic): None: it is not cut. own: it asked."""
+    """The time of a request, from its arrival. asked, limit: seconds by the request and by the server; None: it is not
+    cut. arrived: seconds of time.monotonic."""
 
-    seconds: float | None
-    own: bool
-    at: float | None
-
-    @classmethod
-    def of(cls, asked: float | None, limit: float | None, arrived: float) -> Self:
-        """asked, limit: seconds by the request and by the server. arrived: seconds of time.monotonic."""
-        seconds = min((given for given in (asked, limit) if given is not None), default=None)
-        return cls(seconds, asked is not None and seconds == asked, None if seconds is None else arrived + seconds)
+    def __init__(self, asked: float | None, limit: float | None, arrived: float) -> None:
+        self._seconds = min((given for given in (asked, limit) if given is not None), default=None)
+        self._own, self._arrived = asked is not None and self._seconds == asked, arrived
 
     @property
     def left(self) -> float | None:
         """Seconds until the end, at least 0."""
-        return None if self.at is None else max(0.0, self.at - time.monotonic())
+        return None if self._seconds is None else max(0.0, self._arrived + self._seconds - time.monotonic())
 
     def error(self, cause: Cause) -> ApiError:
         """The error of a request that was cut before its answer began."""
         if cause == "shutdown":
             return ApiError(503, "the server shut down before an answer began", code="shutting_down")
-        message = f"no answer began within the {self.seconds:g} s of this request; ask for less, or give it more time"
-        return ApiError(408 if self.own else 504, message, code="deadline_exceeded", headers=FINAL)
-
-
-def to_api_error(error: BaseException, body: GenerationFields, param: str, deadline: Deadline) -> BaseException:
-    """The reply to an error before an answer begins; other errors as they are. param: of the prompt."""
-    if isinstance(error, SamplingError):
-        return wrong_setting(error, body)
-    if isinstance(error, DraftShapeError):
-        return ApiError(400, str(error), param="shape", code="invalid_value")
-    if isinstance(error, VerifyError):
-        return ApiError(400, str(error), param="verify", code="invalid_value")
-    if isinstance(error, TimeoutError):
-        return deadline.error("deadline")
-    if isinstance(error, RequestCutError):
-        return deadline.error(error.cause)
-    if isinstance(error, ValueError):  # the engine's other checks, e.g. ids outside the vocabulary
-        return ApiError(400, str(error), param=param, code="invalid_value")
-    return error
+        message = f"no answer began within the {self._seconds:g} s of this request; ask for less, or give it more time"
+        return ApiError(408 if self._own else 504, message, code="deadline_exceeded", headers=FINAL)

@@ -221,11 +221,11 @@ class Parsers:
         return f"call_{uuid.uuid4().hex}"
 
 
-def template_text(tokenizer: Any, tools: bool = True) -> str:
+def template_text(tokenizer: Any) -> str:
     """The chat template for requests with tools; "" if there is none."""
     if not has_chat_template(tokenizer):
         return ""
-    return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
+    return str(tokenizer.get_chat_template(tools=[{}]))
 
 
 def reads(template: str, name: str) -> bool:

@@ -15,15 +15,10 @@ from toolkit.infer.engine.engine_thread import EngineFailure, GrammarFailure
 
 MAX_CHARACTERS = 1000  # of a message
 
-_ERROR = {
-    "type": "object",
-    "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-}
-_REPLY = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
-_CONTENT = {"application/json": {"schema": _REPLY}}
-DOCUMENTED: dict[int | str, dict[str, Any]] = {  # the errors in the OpenAPI document; FastAPI's own are 422s
-    "4XX": {"description": "A wrong request; `param` names the field", "content": _CONTENT},
-    "5XX": {"description": "The server failed", "content": _CONTENT},
+# The errors in the OpenAPI document; FastAPI's own are 422s.
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "A wrong request; `error.param` names the field"},
+    "5XX": {"description": "The server failed"},
 }
 
 
@@ -61,15 +56,12 @@ def _sendable(text: str, longest: int = MAX_CHARACTERS) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def context_length_exceeded(
-    prompt_tokens: int, max_tokens: int | None, context_length: int, param: str, *, at_least: bool = False
-) -> ApiError:
-    """The 400 for a prompt and answer that exceed the context. Sizes in tokens; at_least: the prompt was not read."""
-    counted = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
+def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, context_length: int, param: str) -> ApiError:
+    """The 400 for a prompt and answer that exceed the context. Sizes in tokens."""
     if max_tokens is None:
-        asked = f"the prompt has {counted} tokens and needs at least one more for the answer"
+        asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
     else:
-        asked = f"the prompt has {counted} tokens and the answer may have {max_tokens}"
+        asked = f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}"
     message = f"this model's context is {context_length} tokens, but {asked}; shorten the prompt or lower max_tokens"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -78,16 +70,19 @@ def context_length_exceeded(
 FINAL = {"x-should-retry": "false"}
 
 
-def failure(error: EngineFailure) -> ApiError:
-    """The error for a request whose answer failed: a 400 if its own grammar was the cause."""
-    if isinstance(error, GrammarFailure):
-        message = f"{error}; give a smaller schema or expression"
-        return ApiError(400, message, code="grammar_failed", headers=FINAL)
-    return ApiError(500, str(error), code="engine_failure")
-
-
-def internal_error(error: Exception) -> ApiError:
-    """The 500 for an error of the server itself."""
+def to_api_error(error: Exception) -> ApiError:
+    """The reply to an error of the body, of the engine (a 400 if the request's own grammar was the cause) or, for any
+    other one, of the server."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return from_validation(error.errors())
+        case GrammarFailure():
+            message = f"{error}; give a smaller schema or expression"
+            return ApiError(400, message, code="grammar_failed", headers=FINAL)
+        case EngineFailure():
+            return ApiError(500, str(error), code="engine_failure")
     return ApiError(500, f"internal error: {type(error).__name__}: {error}")
 
 
@@ -143,21 +138,14 @@ def _path(parts: Sequence[Any]) -> str | None:
 
 
 def install(app: FastAPI) -> None:
-    """Make the app return all errors, including FastAPI's, in OpenAI's form."""
+    """Make the app return all errors, including FastAPI's, in OpenAI's form. The Gate does it for other errors."""
 
-    @app.exception_handler(ApiError)
-    async def _api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        answer = from_validation(error.errors())
-        return JSONResponse(answer.body, answer.status)
-
-    @app.exception_handler(EngineFailure)
-    async def _engine(_: Request, error: EngineFailure) -> JSONResponse:
-        answer = failure(error)
+    async def reply(_: Request, error: Exception) -> JSONResponse:
+        answer = to_api_error(error)
         return JSONResponse(answer.body, answer.status, answer.headers)
+
+    for kind in (ApiError, RequestValidationError, EngineFailure):
+        app.add_exception_handler(kind, reply)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -165,7 +153,3 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, UnicodeDecodeError):  # raised by the parser of JSON
             message = f"the body is not valid UTF-8 (byte {error.__cause__.start})"
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def _any(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(internal_error(error).body, 500)

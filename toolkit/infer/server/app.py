@@ -25,9 +25,6 @@ from toolkit import __version__
 from toolkit.infer.server import api_errors
 from toolkit.infer.server.admission import Gate, LifeCycle
 from toolkit.infer.server.completions import Completions, Served
-from toolkit.infer.server.metrics import watching
-from toolkit.infer.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from toolkit.infer.server.responses import ResponsesRequest
 from toolkit.infer.server.server_settings import ServerSettings
 
 SHUTDOWN_S = 5  # time to send the ends of answers that were cut
@@ -56,15 +53,16 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        life.start()
-        warming = asyncio.create_task(life.warm_up())
-        async with watching(server.metrics, served.log_interval_s):
-            yield
-        warming.cancel()
+        server.engine.start()
+        work = (life.warm_up(), life.watch(), server.metrics.watch(settings.log_interval_s))
+        tasks = [asyncio.create_task(one) for one in work]
+        yield
+        for task in tasks:
+            task.cancel()
         await asyncio.to_thread(life.close)
 
     app = FastAPI(title="toolkit serve", version=__version__, lifespan=lifespan, responses=api_errors.DOCUMENTED)
-    app.state.completions, app.state.life = server, life
+    app.state.life = life
     api_errors.install(app)
     app.add_middleware(Gate, settings=settings, life=life, count_reply=server.metrics.count_reply)
     if settings.allowed_hosts:
@@ -73,51 +71,23 @@ def build_app(served: Served, settings: ServerSettings | None = None) -> FastAPI
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-
-    _add_endpoints(app, server)
+    app.post("/v1/chat/completions", response_model=None)(server.chat)
+    app.post("/v1/completions", response_model=None)(server.completion)
+    app.post("/v1/responses", response_model=None)(server.response)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
+    app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}")(server.model)
     _add_monitoring(app, server, life)
-    _name_the_model(app, served.model_name)
     return app
-
-
-def _add_endpoints(app: FastAPI, server: Completions) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, http: Request) -> Response:
-        return await server.chat(body, http)
-
-    @app.post("/v1/completions", response_model=None)
-    async def completion(body: CompletionRequest, http: Request) -> Response:
-        return await server.completion(body, http)
-
-    @app.post("/v1/responses", response_model=None)
-    async def response(body: ResponsesRequest, http: Request) -> Response:
-        return await server.response(body, http)
-
-    # Not async: these run in threads, since a long text takes long.
-    @app.post("/tokenize")
-    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return server.tokenize(body)
-
-    @app.post("/detokenize")
-    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        return server.detokenize(body)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(server)]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        server.check_model(name)
-        return _model_card(server)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
 
 
 def _add_monitoring(app: FastAPI, server: Completions, life: LifeCycle) -> None:
     """Routes for operators. None shows a prompt, an answer or a key."""
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health")
     async def health() -> Response:
@@ -130,7 +100,7 @@ def _add_monitoring(app: FastAPI, server: Completions, life: LifeCycle) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(http: Request) -> Response:
-        text, content_type = server.metrics.text(http.headers.get("accept", ""), time.perf_counter())
+        text, content_type = server.metrics.text(http.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/status")
@@ -147,31 +117,6 @@ def _add_monitoring(app: FastAPI, server: Completions, life: LifeCycle) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
-
-
-def _name_the_model(app: FastAPI, name: str) -> None:
-    """Say in the OpenAPI document that `model` is the served one: what is made from the document is then answered."""
-    described = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = described()
-        for schema in document["components"]["schemas"].values():
-            if "model" in schema.get("properties", {}):
-                schema["properties"]["model"] = {"type": "string", "const": name}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _model_card(server: Completions) -> dict[str, Any]:
-    served = server.served
-    return {
-        "id": served.model_name,
-        "object": "model",
-        "created": server.created,
-        "owned_by": "toolkit",
-        "max_model_len": served.context_length,
-    }
 
 
 def listen(host: str, port: int) -> socket.socket:

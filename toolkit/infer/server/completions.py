@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse, Response
 
 from toolkit.infer.engine.engine import load_of
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread, Ticket
-from toolkit.infer.load.answer import Answer, usage
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import TokenLogprob
-from toolkit.infer.server.admission import Deadline, places, to_api_error
+from toolkit.infer.request.params import RequestCutError, SamplingParams
+from toolkit.infer.request.request import Answer, TokenLogprob
+from toolkit.infer.server.admission import Deadline, places
 from toolkit.infer.server.answer_parser import AnswerParser, Parsers, prompt_end
-from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, failure, internal_error
+from toolkit.infer.server.api_errors import ApiError, context_length_exceeded, to_api_error
 from toolkit.infer.server.metrics import ServerMetrics
 from toolkit.infer.server.prompts import Prompts
 from toolkit.infer.server.protocol import (
@@ -30,8 +29,8 @@ from toolkit.infer.server.protocol import (
     GenerationFields,
     TokenizeRequest,
 )
-from toolkit.infer.server.replies import EventStream, LogprobForm, ReplyForm, Writing, unless_disconnected
-from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params
+from toolkit.infer.server.replies import EventStream, LogprobForm, ReplyForm, Writing, unless_disconnected, usage
+from toolkit.infer.server.request_params import OPENAI_DEFAULTS, for_answer, request_params
 from toolkit.infer.server.responses import ResponseForm, ResponsesRequest, chat_of, in_responses
 from toolkit.infer.server.server_settings import ServerSettings
 from toolkit.infer.server.tool_calls import Piece
@@ -41,6 +40,7 @@ logger = get_logger(__name__)
 
 CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
 LONG_BODY = 50_000  # bytes; tokenising more takes so long that streams would wait
+FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # setting -> OpenAI's name, where it differs
 Form = ReplyForm | ResponseForm
 
 
@@ -48,7 +48,7 @@ Form = ReplyForm | ResponseForm
 class Served:
     """The engine and the model of one server. shape_name: None for plain decoding. context_length: in tokens.
 
-    log_interval_s: seconds between two log lines of what runs; 0: none."""
+    defaults: the settings of requests that state none."""
 
     model_name: str
     tokenizer: Any
@@ -56,8 +56,7 @@ class Served:
     context_length: int
     fingerprint: str
     shape_name: str | None
-    defaults: DefaultSampling
-    log_interval_s: float = 0.0
+    defaults: SamplingParams = OPENAI_DEFAULTS
     parsers: Parsers = field(default_factory=Parsers)
 
 
@@ -94,18 +93,28 @@ class Completions:
             error.param = in_responses(error.param)
             raise
 
+    # Not async: these two run in threads, since a long text takes long.
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """POST /tokenize."""
-        self.check_model(body.model or self.served.model_name)
+        self._check_model(body.model or self.served.model_name)
         return self.prompts.tokenize(body, self.served.context_length)
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """POST /detokenize."""
-        self.check_model(body.model or self.served.model_name)
+        self._check_model(body.model or self.served.model_name)
         return self.prompts.detokenize(body.tokens)
 
-    def check_model(self, model: str) -> None:
-        """Raise the 404 for another model."""
+    async def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        return {"object": "list", "data": [await self.model(self.served.model_name)]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/NAME."""
+        self._check_model(name)
+        card = {"id": name, "object": "model", "created": self.created, "owned_by": "toolkit"}
+        return card | {"max_model_len": self.served.context_length}
+
+    def _check_model(self, model: str) -> None:
         if model != self.served.model_name:
             message = f"the model '{model}' does not exist here; this server has '{self.served.model_name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -118,16 +127,15 @@ class Completions:
         self, body: GenerationFields, tokenise: Callable[[], list[list[int]]], param: str, http: Request, form: Form
     ) -> Response:
         """Generate and return the reply. tokenise: makes the ids of each prompt. param: the request's field with it."""
-        self.check_model(body.model)
-        deadline = Deadline.of(body.timeout, self.settings.request_timeout_s, http.state.arrived)
+        self._check_model(body.model)
+        deadline = Deadline(body.timeout, self.settings.request_timeout_s, http.state.arrived)
         long = int(http.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         try:
             answers = await self._submit(body, tokenise, long, param, deadline)
-        except Exception as error:
-            other = to_api_error(error, body, param, deadline)
-            if other is error:
-                raise
-            raise other from error
+        except (TimeoutError, RequestCutError) as error:
+            raise deadline.error(error.cause if isinstance(error, RequestCutError) else "deadline") from error
+        except ValueError as error:  # the engine's checks of settings and ids
+            raise ApiError(400, str(error), param=_field_at_fault(error, body, param), code="invalid_value") from error
         if body.stream:
             return EventStream(self._events(answers, form, body), lambda: self._end(answers))
         try:
@@ -150,7 +158,7 @@ class Completions:
             choice = form.choice(index, [*echoed, *pieces[writing.index]], str(writing.finish_reason), logprobs)
             choice |= writing.token_ids if body.return_token_ids else {}
             choices.append(choice | (writing.acceptance if body.return_acceptance else {}))
-        return JSONResponse(form.whole(choices, self._usage(answers, body.answers)))
+        return JSONResponse(form.whole(choices, usage(answers, body.answers, self.served.shape_name)))
 
     async def _submit(
         self,
@@ -170,7 +178,8 @@ class Completions:
         tickets: list[Ticket] = []
         parsers: list[AnswerParser] = []
         rows = self.served.engine.max_running_requests
-        with places(self.engine, rows, self.settings, body.answers, body.n_prompts):
+        n_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        with places(self.engine, rows, self.settings, body.answers, n_prompts):
             async with asyncio.timeout(deadline.left):
                 prompts = await asyncio.to_thread(tokenise) if long else tokenise()
                 params = [self._params(body, len(ids), param) for ids in prompts]
@@ -215,24 +224,16 @@ class Completions:
             whole[writing.index] += pieces or ()
         return whole
 
-    async def _pieces(self, writing: Writing) -> AsyncIterator[list[Piece]]:
-        """Yield the new pieces after each engine step until the answer ends, and give its place back."""
-        try:
-            async for update in writing.ticket.updates():
-                pieces = writing.read(update)
-                if pieces:
-                    yield pieces
-                if writing.finish_reason is not None:
-                    return
-        finally:
-            self.engine.abort(writing.ticket)  # here, as the client may take long to read the reply
-
     def _end(self, answers: Sequence[Writing]) -> None:
         """Abort the answers that still run; count and log each answer."""
         for writing in answers:
             self.engine.abort(writing.ticket)
-            self.metrics.record(writing.ticket.request, writing.answer, time.perf_counter())
-            self._log(writing)
+            now, request, answer = time.perf_counter(), writing.request, writing.answer
+            self.metrics.record(request, answer, now)
+            logger.info(
+                "%d prompt + %d answer tokens, %s, %.2f s",
+                len(request.prompt_ids), answer.n_tokens, answer.finish_reason or "aborted", now - request.submitted_at,
+            )  # fmt: skip
 
     async def _events(self, answers: Sequence[Writing], form: Form, body: GenerationFields) -> AsyncIterator[str]:
         for writing in answers:
@@ -248,27 +249,30 @@ class Completions:
                     extra = writing.acceptance if body.return_acceptance else {}
                     for event in form.ended(writing.index, str(writing.finish_reason), logprobs, extra):
                         yield event
-        except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
-            yield form.failed(failure(error).body)
+        except Exception as error:  # status 200 is sent already; OpenAI's clients raise on an error event
+            if not isinstance(error, EngineFailure):
+                logger.error("a stream failed by an error of the server", exc_info=error)
+            yield form.failed(to_api_error(error).body)
             return
-        except Exception as error:
-            logger.error("a stream failed by an error of the server", exc_info=error)
-            yield form.failed(internal_error(error).body)
-            return
-        for event in form.last(self._usage(answers, body.answers)):
+        for event in form.last(usage(answers, body.answers, self.served.shape_name)):
             yield event
 
     async def _merged(self, answers: Sequence[Writing]) -> AsyncIterator[tuple[Writing, list[Piece] | None]]:
-        """Yield (answer, new pieces) of all answers as they arrive. None: the answer ended."""
+        """Yield (answer, new pieces) of all answers as they arrive. None: the answer ended, and its place is free."""
         ready: asyncio.Queue[tuple[Writing, list[Piece] | None] | Exception] = asyncio.Queue()
 
         async def follow(writing: Writing) -> None:
             try:
-                async for pieces in self._pieces(writing):
-                    ready.put_nowait((writing, pieces))
+                async for update in writing.ticket.updates():
+                    if pieces := writing.read(update):
+                        ready.put_nowait((writing, pieces))
+                    if writing.finish_reason is not None:
+                        break
                 ready.put_nowait((writing, None))
             except Exception as error:  # whatever it is: without it the stream would wait for ever
                 ready.put_nowait(error)
+            finally:
+                self.engine.abort(writing.ticket)  # here, as the client may take long to read the reply
 
         tasks = [asyncio.create_task(follow(writing)) for writing in answers]
         try:
@@ -290,7 +294,7 @@ class Completions:
             return None
         if not isinstance(body, CompletionRequest):
             return self._logprob_form.content(entries) if entries else None
-        request = writing.ticket.request
+        request = writing.request
         prompt = [TokenLogprob(request.prompt_ids[0], 0.0, ()), *request.prompt_logprobs] if body.echo else []
         if not (entries or prompt):
             return None
@@ -303,32 +307,13 @@ class Completions:
         prompt = body.prompts[writing.index // body.answers]
         return "" if not body.echo else prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
 
-    def _usage(self, answers: Sequence[Writing], each: int = 1) -> dict[str, Any]:
-        """`usage` of one reply. each: answers to each prompt."""
-        request = answers[0].ticket.request
-        shape = self.served.shape_name if request.speculative else None
-        if shape is not None and request.shape is not None:
-            shape = f"{request.shape.name} ({request.shape.as_text()})"
-        prompts = [writing.ticket.request for writing in answers[::each]]
-        tokens, cached = sum(len(asked.prompt_ids) for asked in prompts), sum(asked.cached_tokens for asked in prompts)
-        used = usage(
-            tokens, [(writing.answer, list(writing.ticket.request.events)) for writing in answers], shape, cached
-        )
-        used["completion_tokens_details"]["reasoning_tokens"] = sum(writing.reasoning_tokens for writing in answers)
-        return used
 
-    def _log(self, writing: Writing) -> None:
-        used = self._usage([writing])
-        speculative = used.get("speculative") or {}
-        length = speculative.get("accept_length")
-        logger.info(
-            "%d prompt + %d answer tokens, %s, %.2f s%s",
-            used["prompt_tokens"],
-            used["completion_tokens"],
-            writing.answer.finish_reason or "aborted",
-            time.perf_counter() - writing.ticket.request.submitted_at,
-            f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
-        )
+def _field_at_fault(error: ValueError, body: GenerationFields, prompt: str) -> str:
+    """The request's field that an error of the engine is about; `prompt` for an error that names no setting."""
+    name = getattr(error, "field", prompt)
+    if name == "json_schema" and body.json_schema is None:
+        return "tools" if getattr(body, "forced", False) else "response_format"
+    return FIELD_OF.get(name, name)
 
 
 def _best(answers: Sequence[Writing], body: GenerationFields) -> list[Writing]:

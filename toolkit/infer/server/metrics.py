@@ -9,8 +9,7 @@ import asyncio
 import math
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
@@ -20,8 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import choose_encoder
 
 from toolkit.infer.engine.engine import EngineLoad
-from toolkit.infer.load.answer import Answer, events_of_answer
-from toolkit.infer.request.request import NOT_FINITE, Request, summarise
+from toolkit.infer.request.request import NOT_FINITE, Answer, Request, events_of_answer, summarise
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -48,9 +46,7 @@ SERIES = {
         "Answers that ended, by finish reason (abort: the client left, its time was over, a step failed, or the end)",
         "finish_reason",
     ),
-    "http_requests_total": Series(
-        "counter", "Replies to POST requests, by HTTP status (499: the client left)", "status"
-    ),
+    "http_requests_total": Series("counter", "Replies to POST requests, by status (499: the client left)", "status"),
     "failed_steps_total": Series("counter", "Steps of the engine that failed, and with them their requests"),
     "nonfinite_answers_total": Series("counter", "Answers that ended since the target's logits had NaN or infinity"),
     "refused_rows_total": Series("counter", "Times that the cache had no room for the next request of the queue"),
@@ -60,15 +56,11 @@ SERIES = {
     "preemptions_total": Series("counter", "Preemptions of the requests of ended answers, in favour of older requests"),
     "completion_tokens_total": Series("counter", "Tokens of answers"),
     "decode_steps_total": Series("counter", "Steps of each request in which it decoded, drafted or not"),
-    "plain_steps_total": Series(
-        "counter", "Those of them in which nothing was drafted, which accept_length leaves out"
-    ),
+    "plain_steps_total": Series("counter", "Those of them that drafted nothing, which accept_length leaves out"),
     "decoded_tokens_total": Series("counter", "Tokens of all these steps"),
     "verify_steps_total": Series("counter", "Verify steps counted (with drafts, not truncated by the answer's end)"),
     "draft_tokens_offered_total": Series("counter", "Drafted nodes that were verified, in counted verify steps"),
-    "draft_tokens_accepted_total": Series(
-        "counter", "Drafted tokens that the target accepted, in counted verify steps"
-    ),
+    "draft_tokens_accepted_total": Series("counter", "Drafted tokens that were accepted, in counted verify steps"),
     "committed_tokens_total": Series(
         "counter", "Tokens of counted verify steps; divided by their number: accept_length since the start"
     ),
@@ -83,7 +75,6 @@ SERIES = {
     "drafted_share": Series("gauge", "Share of the decode steps that drafted in the last seconds"),
     "tokens_per_step": Series("gauge", "Mean tokens per decode step in the last seconds, plain steps included"),
     "tokens_per_second": Series("gauge", "Tokens of answers per second, in the last seconds"),
-    "requests_in_flight": Series("gauge", "Requests that the engine holds, running or waiting"),
     "requests_running": Series("gauge", "Requests that are decoded or read"),
     "requests_waiting": Series("gauge", "Requests in the queue"),
     "cache_request_tokens": Series("gauge", "Tokens that running requests hold"),
@@ -95,8 +86,16 @@ SERIES = {
     "time_per_output_token_seconds": Series("histogram", "Mean seconds per token of an answer after its first"),
     "request_seconds": Series("histogram", "Seconds from submission to the end of an answer"),
 }
+KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=BUCKETS)}
 LABELLED = [name for name, one in SERIES.items() if one.label]
 UNLABELLED = [name for name, one in SERIES.items() if one.kind == "counter" and not one.label]
+
+
+class Sample(NamedTuple):
+    """The counters without labels at a moment. at: seconds of any clock that never goes back."""
+
+    at: float
+    totals: Mapping[str, float]
 
 
 class Rates(NamedTuple):
@@ -116,28 +115,24 @@ class Rates(NamedTuple):
     def between(cls, first: Sample, last: Sample) -> Self:
         """All 0 and None if the samples are of the same moment."""
         new = {name: last.totals[name] - first.totals[name] for name in UNLABELLED}
-        tokens, steps, every = (new[f"{name}_total"] for name in ("completion_tokens", "verify_steps", "decode_steps"))
-        seconds, offered = last.at - first.at, new["draft_tokens_offered_total"]
+        every = new["decode_steps_total"]
         return cls(
-            int(tokens),
-            tokens / seconds if seconds > 0 else 0.0,
-            new["committed_tokens_total"] / steps if steps else None,
-            new["draft_tokens_accepted_total"] / offered if offered else None,
-            1 - new["plain_steps_total"] / every if every else None,
-            new["decoded_tokens_total"] / every if every else None,
+            int(new["completion_tokens_total"]),
+            _ratio(new["completion_tokens_total"], last.at - first.at) or 0.0,
+            _ratio(new["committed_tokens_total"], new["verify_steps_total"]),
+            _ratio(new["draft_tokens_accepted_total"], new["draft_tokens_offered_total"]),
+            _ratio(every - new["plain_steps_total"], every),
+            _ratio(new["decoded_tokens_total"], every),
         )
 
 
-class Sample(NamedTuple):
-    """The counters without labels at a moment. at: seconds of any clock that never goes back."""
-
-    at: float
-    totals: Mapping[str, float]
+def _ratio(value: float, count: float) -> float | None:
+    return value / count if count else None
 
 
 @dataclass
 class _Followed:
-    """One answer that is written, and how much of it has been counted. committed: tokens of the counted events."""
+    """One answer that is written, and what of it has been counted. committed: tokens of the counted events."""
 
     request: Request
     answer: Answer
@@ -158,16 +153,10 @@ class ServerMetrics:
         self._of_engine: Counts[str] = Counts()  # counters that the engine keeps, as they were last read
         self._samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
         self._registry = CollectorRegistry()
-        kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=BUCKETS)}
         self._series: dict[str, Any] = {
-            name: kinds[one.kind](PREFIX + name, one.text, [one.label] if one.label else [], registry=self._registry)
+            name: KINDS[one.kind](PREFIX + name, one.text, [one.label] if one.label else [], registry=self._registry)
             for name, one in SERIES.items()
         }
-
-    @property
-    def load(self) -> EngineLoad:
-        """The engine's load now."""
-        return self._load()
 
     def count_reply(self, status: int) -> None:
         """Count a reply to a POST request."""
@@ -201,13 +190,13 @@ class ServerMetrics:
         """Count what has been written so far, and keep it for the figures of the last seconds."""
         for one in self._followed.values():
             self._count(one)
-        load = self.load
+        load = self._load()
         counts = {"failed_steps_total": self._failed_steps(), "refused_rows_total": load.refused_rows}
         counts["eager_rounds_total"] = load.eager_rounds
         for name, count in counts.items():
             self._series[name].inc(count - self._of_engine[name])
             self._of_engine[name] = count
-        values = self.values()
+        values = self._values()
         sample = Sample(now, {name: values[name,] for name in UNLABELLED})
         if len(self._samples) > 1 and self._samples[-1].at - self._samples[-2].at < 0.9 * SAMPLE_S:
             self._samples.pop()
@@ -223,17 +212,11 @@ class ServerMetrics:
         earlier = [sample for sample in self._samples if sample.at <= last.at - LATEST_S]
         return Rates.between(earlier[-1] if earlier else self._samples[0], last)
 
-    def values(self) -> dict[tuple[str, ...], float]:
-        """The value of every series, by its name without PREFIX and its label's value."""
-        samples = [sample for family in self._registry.collect() for sample in family.samples]
-        return {(one.name.removeprefix(PREFIX), *one.labels.values()): one.value for one in samples}
-
-    def text(self, accept: str, now: float) -> tuple[bytes, str]:
+    def text(self, accept: str) -> tuple[bytes, str]:
         """The metrics and their content type, in the format that a client accepts (the header Accept)."""
-        self.sample(now)
-        load, rates = self.load, self.latest
+        self.sample(perf_counter())
+        load, rates = self._load(), self.latest
         gauges = {
-            "requests_in_flight": load.running + load.waiting,
             "requests_running": load.running,
             "requests_waiting": load.waiting,
             "cache_request_tokens": load.request_tokens,
@@ -241,12 +224,10 @@ class ServerMetrics:
             "cache_capacity_tokens": load.capacity_tokens,
             "cache_usage": load.request_tokens / load.capacity_tokens,
             "tokens_per_second": rates.tokens_per_s,
+            **{name: value for name, value in rates._asdict().items() if name in SERIES},
         }
-        for name in ("accept_length", "accept_rate", "drafted_share", "tokens_per_step"):
-            rate = getattr(rates, name)
-            gauges[name] = math.nan if rate is None else rate
         for name, value in gauges.items():
-            self._series[name].set(value)
+            self._series[name].set(math.nan if value is None else value)
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -255,13 +236,13 @@ class ServerMetrics:
 
         now: of the last ten seconds. history: of each second of the last three minutes, the oldest first. positions[i]:
         of the counted verify steps since the start that offered i+1 drafted tokens, how many accepted them."""
-        totals, values, samples = self.sample(now).totals, self.values(), list(self._samples)
+        totals, values, samples = self.sample(now).totals, self._values(), list(self._samples)
         labelled = {name: {key[1]: value for key, value in values.items() if key[0] == name} for name in LABELLED}
         offered, accepted = labelled["verify_steps_per_pos_total"], labelled["draft_tokens_accepted_per_pos_total"]
         means = [name for name, one in SERIES.items() if one.kind == "histogram"]
         return {
             "now": self.latest._asdict(),
-            "load": asdict(self.load),
+            "load": asdict(self._load()),
             "total": {
                 **{name.removesuffix("_total"): totals[name] for name in UNLABELLED},
                 "accept_length": _ratio(totals["committed_tokens_total"], totals["verify_steps_total"]),
@@ -278,6 +259,23 @@ class ServerMetrics:
                 for first, last in zip(samples, samples[1:], strict=False)
             ],
         }
+
+    async def watch(self, log_interval_s: float) -> None:
+        """Sample the counters each second. Every `log_interval_s` seconds in which tokens were written, log their
+        rates; 0: never."""
+        last = self.sample(perf_counter())
+        while True:
+            await asyncio.sleep(min(SAMPLE_S, log_interval_s or SAMPLE_S))
+            sample = self.sample(perf_counter())
+            if log_interval_s and sample.at - last.at >= log_interval_s:
+                rates, last = Rates.between(last, sample), sample
+                if rates.tokens:
+                    logger.info("%s", line_of(self._load(), rates))
+
+    def _values(self) -> dict[tuple[str, ...], float]:
+        """The value of every series, by its name without PREFIX and its label's value."""
+        samples = [sample for family in self._registry.collect() for sample in family.samples]
+        return {(one.name.removeprefix(PREFIX), *one.labels.values()): one.value for one in samples}
 
     def _count(self, one: _Followed) -> None:
         """Add the tokens and events of an answer that were not counted yet."""
@@ -301,33 +299,6 @@ class ServerMetrics:
             for depth, count in enumerate(depths):
                 self._series[name].labels(str(depth)).inc(count)
         one.tokens, one.events, one.committed = one.answer.n_tokens, one.events + len(new), one.committed + decoded
-
-
-def _ratio(value: float, count: float) -> float | None:
-    return value / count if count else None
-
-
-@asynccontextmanager
-async def watching(metrics: ServerMetrics, log_interval_s: float) -> AsyncIterator[None]:
-    """Sample the counters each second. Every `log_interval_s` seconds in which tokens were written, log their rates."""
-    task = asyncio.create_task(_watch(metrics, log_interval_s))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-async def _watch(metrics: ServerMetrics, log_interval_s: float) -> None:
-    last = metrics.sample(perf_counter())
-    while True:
-        await asyncio.sleep(min(SAMPLE_S, log_interval_s or SAMPLE_S))
-        sample = metrics.sample(perf_counter())
-        if log_interval_s and sample.at - last.at >= log_interval_s:
-            rates, last = Rates.between(last, sample), sample
-            if rates.tokens:
-                logger.info("%s", line_of(metrics.load, rates))
 
 
 def line_of(load: EngineLoad, rates: Rates) -> str:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.infer.request.chat_messages import for_template
 from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_text, text_ids
 from toolkit.infer.server.answer_parser import Parsers, reads, template_text
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.protocol import ChatRequest, TokenizeRequest, for_template
+from toolkit.infer.server.protocol import ChatRequest, TokenizeRequest
 
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates: Qwen's and GLM's, DeepSeek's
 

@@ -11,13 +11,11 @@ accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistics of 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
-from toolkit.infer.request.chat_prompt import ANY, UnsupportedFieldError, template_message, without_neutral
+from toolkit.infer.request.chat_messages import ANY, ChatMessage, FunctionName, Strict, Text, encodable, wrong_field
 from toolkit.infer.request.params import MOST_LOGPROBS
 from toolkit.infer.server.api_errors import from_validation
 
@@ -26,146 +24,14 @@ MAX_STOPS = 4
 MAX_FORCED_CALLS = 8  # a small model may write calls without end
 
 
-def encodable(text: str) -> str:
-    """Refuse a lone surrogate ("\\ud800"): JSON allows it, tokenizers do not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "the text is not valid unicode (a lone surrogate)") from error
-    return text
-
-
 def _encodable_json(value: dict[str, Any]) -> dict[str, Any]:
     encodable(json.dumps(value, ensure_ascii=False))
     return value
 
 
-def _token_id(text: str) -> str:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
-    return text
-
-
-def wrong_field(field: str, message: str) -> PydanticCustomError:
-    """The error of a validator that looks at several fields. field: the one at fault, within the validated object."""
-    return PydanticCustomError("field", "{message}", {"message": message, "param": field})
-
-
-Text = Annotated[str, AfterValidator(encodable)]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_encodable_json)]
-TokenId = Annotated[str, AfterValidator(_token_id)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-class Strict(BaseModel):
-    """A JSON object whose fields are all known and of exactly the stated types.
-
-    neutral: further fields -> their neutral values, which change nothing. null is neutral for every field.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        try:
-            return without_neutral(body, cls.neutral)
-        except UnsupportedFieldError as error:
-            context = {"message": str(error), "param": error.field}
-            raise PydanticCustomError("unsupported_parameter", "{message}", context) from error
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-class TextPart(Strict):
-    """One text part of a message. Other parts (images, audio) are refused."""
-
-    neutral = {"annotations": ([],), "logprobs": ([],)}  # of an answer's part, which clients send back
-    type: Literal["text", "input_text", "output_text"]  # the last two: in responses
-    text: Text
-
-
-class CalledFunction(Strict):
-    """What an assistant has called. arguments: JSON text of an object, or what a model wrote in its place."""
-
-    name: FunctionName
-    arguments: Text
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The arguments as chat templates read them: an object. Text that is none is put into one: an answer may be
-        cut within its arguments, and its client sends them back as they are."""
-        try:
-            values = json.loads(self.arguments or "{}")
-            encodable(json.dumps(values, ensure_ascii=False))
-        except (ValueError, RecursionError, PydanticCustomError):
-            values = None
-        return values if isinstance(values, dict) else {"arguments": self.arguments}
-
-
-class ToolCall(Strict):
-    """A call in an assistant's message."""
-
-    neutral = {"index": (ANY,)}  # of a streamed call, which clients keep
-    id: Text
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(Strict):
-    """One chat message. tool_calls, reasoning_content: an assistant's; tool_call_id, name: of a tool's result."""
-
-    neutral = {"annotations": ([],)}
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
-    reasoning_content: Text | None = None
-    tool_call_id: Text | None = None
-    name: Text | None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
-            raise wrong_field("content", "the field 'content' is missing")
-        allowed = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
-        for field in ("tool_calls", "reasoning_content", "tool_call_id", "name"):
-            if getattr(self, field) and field not in allowed.get(self.role, ()):
-                raise wrong_field(field, f"'{field}' is not supported in a message of the role '{self.role}'")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise wrong_field("tool_call_id", "the field 'tool_call_id' is missing")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message in the form of chat templates. Several parts of text are joined."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message: dict[str, Any] = {**template_message(self.role, text)}
-        if self.tool_calls:
-            message["content"] = text or None  # `chat_text` leaves out what is null
-            message["tool_calls"] = [
-                {
-                    "id": one.id,
-                    "type": "function",
-                    "function": {"name": one.function.name, "arguments": one.function.values},
-                }
-                for one in self.tool_calls
-            ]
-        extra = {"reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id, "name": self.name}
-        return message | {name: value for name, value in extra.items() if value is not None}
-
-
-def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages in the form of chat templates. A tool's result without a name gets that of its call."""
-    names = {call.id: call.function.name for message in messages for call in message.tool_calls}
-    converted = [message.for_template() for message in messages]
-    for message in converted:
-        if message["role"] == "tool" and message["tool_call_id"] in names:
-            message.setdefault("name", names[message["tool_call_id"]])
-    return converted
 
 
 # -- tools and forms of an answer --------------------------------------------------------------------------------------
@@ -220,43 +86,7 @@ class NamedChoice(Strict):
     function: ChosenFunction
 
 
-class ToolFields(Strict):
-    """The fields of a request about tools."""
-
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
-    parallel_tool_calls: bool = True
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise wrong_field("tools", "two tools have one name")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            raise wrong_field("tool_choice", f"'{self.tool_choice.function.name}' is none of the tools")
-        if self.tool_choice == "required" and not names:
-            raise wrong_field("tool_choice", "'required' needs tools")
-        return self
-
-    @property
-    def forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
-
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools that the model may call in this request."""
-        if isinstance(self.tool_choice, NamedChoice):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def one_call(self) -> bool:
-        """Whether the answer may have one call only."""
-        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
-
-
-def forced_schema(request: ToolFields) -> dict[str, Any]:
+def forced_schema(request: ChatRequest) -> dict[str, Any]:
     """The JSON schema of an answer that must be a call: a list of {"name", "arguments"} objects, at least one.
 
     Each function's schema is put under $defs, and its own references are made relative to that place.
@@ -416,22 +246,12 @@ class GenerationFields(Strict):
         return self.n
 
     @property
-    def n_prompts(self) -> int:
-        """How many prompts it has."""
-        return 1
-
-    @property
     def n_logprobs(self) -> int | None:
         """Number of top log-probabilities per token, in addition to the token's own; None: no log-probabilities."""
         return None
 
-    @property
-    def n_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
-        return None
 
-
-class ChatRequest(GenerationFields, ToolFields):
+class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions. chat_template_kwargs: variables that the target's chat template reads."""
 
     neutral = CHAT_NEUTRAL
@@ -442,6 +262,9 @@ class ChatRequest(GenerationFields, ToolFields):
     reasoning_effort: Text | None = None
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
 
     @classmethod
     def checked(cls, body: dict[str, Any]) -> ChatRequest:
@@ -450,6 +273,34 @@ class ChatRequest(GenerationFields, ToolFields):
             return cls.model_validate(body)
         except ValidationError as error:
             raise from_validation(error.errors()) from error
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise wrong_field("tools", "two tools have one name")
+        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+            raise wrong_field("tool_choice", f"'{self.tool_choice.function.name}' is none of the tools")
+        if self.tool_choice == "required" and not names:
+            raise wrong_field("tool_choice", "'tool_choice' is 'required', which needs tools")
+        return self
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call in this request."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def one_call(self) -> bool:
+        """Whether the answer may have one call only."""
+        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
 
     @model_validator(mode="after")
     def _one_grammar(self) -> ChatRequest:
@@ -523,20 +374,12 @@ class CompletionRequest(GenerationFields):
         return [*self.prompt] if several else [self.prompt]  # type: ignore[list-item]
 
     @property
-    def n_prompts(self) -> int:
-        return len(self.prompts)
-
-    @property
     def answers(self) -> int:
         return self.best_of or self.n
 
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def n_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
 
     @property
     def token_limit(self) -> int | None:

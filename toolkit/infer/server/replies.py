@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from toolkit.infer.engine.engine_thread import Ticket
-from toolkit.infer.load.answer import Answer, acceptance_details
-from toolkit.infer.request.request import TokenLogprob, Update
+from toolkit.infer.request.request import Answer, Request, TokenLogprob, Update, events_of_answer, summarise
 from toolkit.infer.server.answer_parser import AnswerParser
 from toolkit.infer.server.tool_calls import Kind, Piece
 
@@ -41,9 +41,14 @@ class Writing:
     sent_characters: int = 0
 
     @property
+    def request(self) -> Request:
+        """The engine's record of it."""
+        return self.ticket.request
+
+    @property
     def mean_logprob(self) -> float:
         """Of the answer's tokens, which were asked for."""
-        entries = self.ticket.request.logprobs[: self.answer.n_tokens]
+        entries = self.request.logprobs[: self.answer.n_tokens]
         return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
     def read(self, update: Update) -> list[Piece]:
@@ -72,13 +77,79 @@ class Writing:
     @property
     def token_ids(self) -> dict[str, list[int]]:
         """The fields of `return_token_ids`. The ids of the answer include the stop id that ended it."""
-        request = self.ticket.request
+        request = self.request
         return {"prompt_token_ids": request.prompt_ids, "token_ids": request.output_ids[: self.answer.n_tokens]}
 
     @property
     def acceptance(self) -> dict[str, Any]:
-        """The field of `return_acceptance`."""
-        return {"acceptance": acceptance_details(self.ticket.request, self.answer.n_tokens)}
+        """The field of `return_acceptance`: what drafting did for the answer, and where its time went; also while it is
+        written.
+
+        drafts: verify steps that offered drafted tokens; verify_steps: those of them that count (AcceptanceStats says
+        which, and what the other figures are). plain_steps: steps without drafts. histogram[i]: counted steps that
+        accepted i drafted tokens. seconds: queue, prefill (reading the prompt, and the first token) and decode follow
+        each other; draft, verify and commit are parts of decode, of the whole batch. A request that was preempted
+        counts its second wait and reading as decode.
+        """
+        request = self.request
+        events = events_of_answer(request.events, self.answer.n_tokens)
+        stats = summarise(events)
+        ended = time.perf_counter() if request.finished_at is None else request.finished_at
+        first = ended if request.first_token_at is None else request.first_token_at
+        begun = first if request.admitted_at is None else request.admitted_at
+        seconds = {"queue": begun - request.submitted_at, "prefill": first - begun, "decode": ended - first}
+        parts = {part: sum(getattr(event, f"{part}_s") for event in events) for part in ("draft", "verify", "commit")}
+        details = {
+            "accept_length": _number(stats.accept_length),
+            "accept_rate": [_number(rate) for rate in stats.accept_rate],
+            "histogram": list(stats.histogram),
+            "drafts": stats.verify_steps + stats.truncated_steps,
+            "verify_steps": stats.verify_steps,
+            "plain_steps": len(events) - stats.verify_steps - stats.truncated_steps,
+            "draft_tokens": stats.offered,
+            "accepted_tokens": stats.accepted,
+            "seconds": {name: round(value, 6) for name, value in (seconds | parts).items()},
+        }
+        return {"acceptance": details}
+
+
+def usage(answers: Sequence[Writing], each: int, shape: str | None) -> dict[str, Any]:
+    """OpenAI's `usage` of one reply, counted exactly up to each answer's end. Each prompt counts once.
+
+    each: answers to each prompt. shape: the name of the engine's draft shape; None for plain decoding.
+    accepted_prediction_tokens: drafted tokens in the answer. rejected_prediction_tokens: drafted nodes not in it.
+    `speculative` is an extension: accept_length excludes the prefill's token and truncated steps; accept_rate[i] is
+    the share of the steps that reached depth i and accepted it.
+    """
+    prompts, first = [writing.request for writing in answers[::each]], answers[0].request
+    events = [one for writing in answers for one in events_of_answer(writing.request.events, writing.answer.n_tokens)]
+    prompt_tokens = sum(len(asked.prompt_ids) for asked in prompts)
+    tokens = sum(writing.answer.n_tokens for writing in answers)
+    from_draft = sum(writing.answer.n_from_draft for writing in answers)
+    used: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(asked.cached_tokens for asked in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": from_draft,
+            "rejected_prediction_tokens": max(0, sum(event.offered for event in events) - from_draft),
+            "reasoning_tokens": sum(writing.reasoning_tokens for writing in answers),
+        },
+    }
+    if shape is not None and first.speculative:
+        stats = summarise(events)
+        used["speculative"] = {
+            "shape": shape if first.shape is None else f"{first.shape.name} ({first.shape.as_text()})",
+            "verify_steps": stats.verify_steps,
+            "accept_length": _number(stats.accept_length),
+            "accept_rate": [_number(rate) for rate in stats.accept_rate],
+        }
+    return used
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)  # JSON has no nan
 
 
 class ReplyForm:
@@ -269,7 +340,7 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[T]]) -> tuple[bool, list[T]]:
+async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, list[T]]) -> tuple[bool, list[T]]:
     """(True, result of `work`), or (False, []) if the client disconnects first, which cancels `work`."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(http))
@@ -282,6 +353,6 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[T]])
         await asyncio.gather(watch, task, return_exceptions=True)
 
 
-async def _disconnected(http: Request) -> None:
+async def _disconnected(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from toolkit.chat_rows import short
-from toolkit.infer.request.chat_prompt import ANY
+from toolkit.infer.request.chat_messages import ANY, Strict, Text
 from toolkit.infer.server.api_errors import ApiError
-from toolkit.infer.server.protocol import LABELS, ChatRequest, JsonObject, Strict, Text
+from toolkit.infer.server.protocol import LABELS, ChatRequest, JsonObject
 from toolkit.infer.server.tool_calls import Piece
 
 # Field -> neutral values, see Strict.

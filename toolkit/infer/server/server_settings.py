@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,16 +13,15 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 KEY_VARIABLE = "TOOLKIT_API_KEY"
-MAX_ANSWERS = 128  # OpenAI's limit of `n`
 
 
 class ServerSettingsError(ValueError):
     """A limit out of range, or a file of API keys that cannot be used."""
 
 
-def _limit(default: float | None, text: str, *, least: float | None = None) -> Any:
-    """A field with its help text. least: the smallest value; None: it must be above 0."""
-    return field(default=default, metadata={"help": text, "least": least})
+def _limit(default: float | None, text: str, *, least: float = 0.001, most: float = 1e12) -> Any:
+    """A field with its help text, and the smallest and largest value."""
+    return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class ServerSettings:
     allowed_origins: Sequence[str] = ()
     warm_up_ids: Sequence[int] = ()
     max_body_bytes: int = _limit(16 * 2**20, "size of a request; a larger one is a 413 (default: 16777216)", least=1)
-    max_n: int = _limit(MAX_ANSWERS, "answers that one request may ask for (default: 128)", least=1)
+    max_n: int = _limit(128, "answers that one request may ask for (default: 128)", least=1, most=128)  # OpenAI's most
     max_queued_requests: int = _limit(
         1024, "answers that wait beside those that run; a request beyond them is a 429 (default: 1024)", least=0
     )
@@ -60,20 +58,20 @@ class ServerSettings:
         300.0,
         "a step of the engine that takes longer is logged with its stack, and /ready is 503 (default: 300)",
     )
+    log_interval_s: float = _limit(
+        10.0,
+        "log running requests, accept_length and tokens per second every S seconds in which something ran "
+        "(default: 10; 0: never)",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
-            value, least = getattr(self, name), limit.metadata["least"]
-            if value is None:
-                continue
-            if least is not None and value < least:
-                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; at least {least} is needed")
-            if value <= 0 and least is None:
-                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; more than 0 is needed")
-            if not math.isfinite(value):
-                raise ServerSettingsError(f"{limit_flag(name)} is {value:g}; a finite number is needed")
-        if self.max_n > MAX_ANSWERS:
-            raise ServerSettingsError(f"--max-n is {self.max_n}; at most {MAX_ANSWERS} is possible")
+            value, least, most = getattr(self, name), limit.metadata["least"], limit.metadata["most"]
+            if value is not None and not least <= value <= most:
+                raise ServerSettingsError(
+                    f"{limit_flag(name)} is {value:g}; a number from {least:g} to {most:g} is needed"
+                )
 
 
 LIMITS = {one.name: one for one in fields(ServerSettings) if one.metadata}
