@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,6 +176,37 @@ class InOrderMetadata(AttentionMetadata):
             path = torch.arange(self._new, device=self._lengths.device).expand(len(self._lengths), 1, self._new)
             return path, path[:, 0] + 1
         return paths_of(self._node_mask)
+
+
+class PackedMetadata:
+    """Lets layers compute the T valid nodes of all rows, [1, T], without padding. Attention sees them as `padded`, the
+    metadata of trees [B, N], does.
+
+    valid [B, N] bool: roots are valid. places [B, N]: the number of each node among the T; of padding that of its root.
+    """
+
+    in_place = False
+
+    def __init__(self, padded: AttentionMetadata, valid: Tensor) -> None:
+        self._padded, self._nodes = padded, valid.flatten().nonzero().flatten()
+        numbers = (valid.flatten().cumsum(0) - 1).view_as(valid)
+        self.places = torch.where(valid, numbers, numbers[:, :1])
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, N, ..] -> [1, T, ..]."""
+        return x.flatten(0, 1).index_select(0, self._nodes)[None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, T, ..] -> [B, N, ..]."""
+        return x[0].index_select(0, self.places.flatten()).view(*self.places.shape, *x.shape[2:])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv]."""
+        q, k, v = (self.spread(one.transpose(1, 2)).transpose(1, 2) for one in (q, k, v))
+        return self.pack(self._padded.attend(layer, q, k, v, scoring))
+
+    def row_attention(self, *_layer: Any) -> None:
+        """There is no kernel for rows of different lengths."""
 
 
 class PagedAttend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter, SearchedShape
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.estimates import ArmTime
 from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine, memory_of
@@ -47,7 +46,7 @@ WORKER = "from toolkit.infer.load.load_engine import work; work()"  # the progra
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine with its models. draft, shape: None for plain decoding. winners: see SearchedShape; empty without."""
+    """An engine with its models. draft, shape: None for plain decoding. winners: see AdaptiveShape; empty without."""
 
     engine: Engine
     target: Target
@@ -144,7 +143,10 @@ def build_engine(
     if chosen.search is not None and chosen.shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
         assert ranks is None or not chosen.winners, "a search runs in one process, and holds for no other number"
         known = chosen.search.arm_times(chosen.shape)
-        _start_from_search(engine.drafter, known, chosen.winners, lookup=config.asks_for_lookup)
+        engine.drafter.choose_by(partial(AdaptiveShape, known=known, winners=chosen.winners))
+        if chosen.winners:
+            logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(chosen.winners))
+        logger.info("adaptive drafting starts from the times in %s", SEARCH)
     if target.device.type == "cuda" and not short_lived:
         engine.warm_up()
     return LoadedEngine(engine, target, chosen.draft, chosen.shape, chosen.adaptive, chosen.winners)
@@ -189,20 +191,11 @@ def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -
                 logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
                 return Drafting(None)
             winners, adaptive = {}, best == {ADAPTIVE}
+        elif config.asks_for_lookup:  # they were measured without it
+            winners = {}
     lookup = config.asks_for_lookup or (has_head and adaptive and config.lookup is None)
     shape = measured_shape(draft, adaptive, search, most) if shape is None else shape
     return Drafting(draft, shape, adaptive, lookup, search, winners)
-
-
-def _start_from_search(
-    drafter: AdaptiveDrafter, known: Sequence[ArmTime], winners: Mapping[str, Mapping[int, str]], *, lookup: bool
-) -> None:
-    if winners:
-        drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=lookup))
-        logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(winners))
-    else:
-        drafter.start_from(known)
-    logger.info("adaptive drafting starts from the times in %s", SEARCH)
 
 
 def by_rows(winners: Mapping[str, Mapping[int, str]]) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED, smaller_shapes
-from toolkit.infer.drafters.estimates import ArmTime
+from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED
+from toolkit.infer.drafters.estimates import KnownTime
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape, smaller_shapes
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target
@@ -69,7 +69,7 @@ class Found:
         """The smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
         return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in self._entries)
 
-    def arm_times(self, most: DraftShape) -> list[ArmTime]:
+    def arm_times(self, most: DraftShape) -> list[KnownTime]:
         """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
         return arm_times(most, self.times, [DraftShape.parse(one["shape"]) for one in self._entries])
 
@@ -153,7 +153,7 @@ def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     )
 
 
-def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[ArmTime]:
+def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[KnownTime]:
     """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from: the
     usual ones and `best`.
 
@@ -161,14 +161,13 @@ def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterab
     Shapes with parts that were not measured are left out.
     """
     shapes = dict.fromkeys([*smaller_shapes(most), *best])
-    found: list[ArmTime] = []
+    found: list[KnownTime] = []
     for one in times:
-        found.append(ArmTime(one["batch"], None, 0.0, one["plain_s"]))
         for shape in shapes:
             draft_s = one["drafts"].get(f"{shape.num_steps},{shape.top_k}")
             verify_s = one["verifies"].get(verified(shape))
             if draft_s is not None and verify_s is not None:
-                found.append(ArmTime(one["batch"], shape, draft_s, verify_s))
+                found.append(KnownTime(one["batch"], one["plain_s"], shape, draft_s, verify_s))
     return found
 
 
