@@ -15,7 +15,7 @@ import pytest
 
 from toolkit.infer.drafters import adaptive
 from toolkit.infer.drafters.adaptive import LOOKUP, PLAIN, PROBE_GAP, AdaptiveShape, Kind, Plan, spend
-from toolkit.infer.drafters.estimates import WIDTHS, KnownTime
+from toolkit.infer.drafters.estimates import WIDTHS, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, smaller_shapes
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -175,7 +175,9 @@ def test_nodes_go_to_the_rows_that_gain_by_them(packed, kept):
 @pytest.mark.parametrize("packed", [True, False])
 def test_lookup_and_the_head_share_the_budget(packed):
     """Rows with a sure match have lookup's draft, the others the head's; if no row is left to the head, it rests."""
-    known = [KnownTime(4, 1.0, CHAIN, 0.1, 1.2)]
+    known = StepCosts()
+    known.add(4, None, 1, 0.0, 1.0)
+    known.add(4, CHAIN, 5, 0.1, 1.2)
     requests, found = [new_request() for _ in range(4)], [1.0, 1.9, 2.8, 3.7, 4.6]
     chooser = AdaptiveShape(CHAIN, known)
     chooser.packed = packed

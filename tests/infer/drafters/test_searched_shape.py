@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED, AdaptiveShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.search_file import GREEDY, SAMPLED, Winners
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
@@ -27,7 +28,7 @@ def test_each_round_drafts_the_winner_of_its_number_of_rows(small_target, build,
     ]
     plain = [one.output_ids for one in Engine(small_target).generate(PROMPTS, params)]
     engine = Engine(small_target, build(name), MOST, max_running_requests=6, adaptive=True, lookup=lookup)
-    engine.drafter.choose_by(partial(AdaptiveShape, winners=WINNERS))
+    engine.drafter.choose_by(partial(AdaptiveShape, fixed=Winners(WINNERS, MOST)))
     chooser, seen = engine.drafter.chooser, []
     choose = chooser.choose
     chooser.choose = lambda requests, lookup=(): seen.append((len(requests), choose(requests, lookup))) or seen[-1][1]

@@ -11,17 +11,14 @@ most by them. A row's nodes are the head's draft or lookup's, whichever is expec
 
 Where forwards compute padding (CUDA graphs), each row may have as many nodes as the longest one, and a budget is that
 width. The mean is harmonic, because rows that get ahead leave a batch that is not full: closed batches of 16 rows took
-5 % longer than plain decoding with the arithmetic mean.
-
-What does not run is measured all the same:
+5 % longer than plain decoding with the arithmetic mean. What does not run is measured all the same:
 
 - Acceptance by probes while nothing is drafted. The head reads the tokens committed since its last read, as it must to
   keep its cache up to date, and its first draft level is compared with the tokens that followed. A probe runs after 2,
   8, 32, 128, 128, .. plain rounds; after 8, if the one running request is new. Lookup needs no probes: every token
   shows whether it would have been right.
-- Costs by trials, which an account pays for. It starts with START_CREDIT and earns TRIAL_SHARE of all time. A trial
-  costs the time that it is expected to lose against the best round. It runs if the account can pay, if the expected
-  accept_length exceeds LEAST_LENGTH, and if the head drafts, soon after a probe.
+- Costs by trials, which an account pays for. It starts with START_CREDIT and earns TRIAL_SHARE of all time; a trial
+  costs the time that it is expected to lose against the best round. Before a head's trial there is a probe.
 
 In R rounds a useless head costs at most START_CREDIT + TRIAL_SHARE * R plain rounds, the excess of trials over their
 price, and the probes. Choices depend on the clock. In float32 tokens do not; in bfloat16 they are equal or first part
@@ -31,16 +28,16 @@ at a near-tie.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import get_num_threads
 
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
-from toolkit.infer.drafters.estimates import KnownTime, RunningAcceptance, StepCosts, Steps, batch_bucket
+from toolkit.infer.drafters.estimates import RunningAcceptance, StepCosts, Steps, batch_bucket
 from toolkit.infer.drafters.lookup import ComposedDrafter, with_chains
-from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape, DraftTree, smaller_shapes
+from toolkit.infer.request.draft_tree import PLAIN, DraftShape, DraftTree, smaller_shapes
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 
@@ -56,7 +53,6 @@ LEAST_LENGTH = 1.04  # expected accept_length from which a draft is tried
 FIRST_PROBE, SOON, PROBE_GAP = 2, 8, 128
 # With several rows, after so many rounds in which lookup did not draft, only every so many-th round searches the texts.
 IDLE_ROUNDS, SEARCH_EVERY = 16, 8
-GREEDY, SAMPLED = "greedy", "sampled"  # kinds of requests: at temperature 0, and above
 LOOKUP = "lookup"  # the kind of a round in which lookup drafts and the head rests
 
 Lengths = Sequence[Sequence[float]]  # by row, the expected accept_length of lookup's draft by depth from 0
@@ -110,10 +106,8 @@ def spend(rows: Sequence[Steps], widths: Iterable[float], *, packed: bool) -> It
 class AdaptiveShape:
     """Chooses the plan of every round and learns from its result.
 
-    most: the largest shape. known: times that were measured before; without any, the first rounds are plain.
-    winners: what a search found fastest, by kind of requests and batch size: a shape as text, PLAIN or ADAPTIVE. Rows
-    have the winner of the smallest searched batch size that they do not exceed. The choice is free where ADAPTIVE won,
-    with more rows than were searched, for a kind that was not, and for rows of both kinds whose winners differ.
+    most: the largest shape. known: what was measured before; without it, the first rounds are plain.
+    fixed: returns the plan of some rows that is not to be chosen, as a search found; None: the choice is free.
     packed: forwards compute no padding. probe_due: after `choose` returned a plain round, whether it must probe the
     head. `probed` takes the probe's ranks.
     """
@@ -123,25 +117,19 @@ class AdaptiveShape:
     def __init__(
         self,
         most: DraftShape,
-        known: Sequence[KnownTime] = (),
-        winners: Mapping[str, Mapping[int, str]] | None = None,
+        known: StepCosts | None = None,
+        fixed: Callable[[Sequence[Request]], Plan | None] = lambda _: None,
     ) -> None:
-        self.winners = winners or {}
-        texts = {text for sizes in self.winners.values() for text in sizes.values()} - {PLAIN, ADAPTIVE}
-        self._fixed = {PLAIN: Plan()} | {text: _whole(DraftShape.parse(text).within(most)) for text in texts}
-        more = [*(one.shape for one in known), *(one.shape for one in self._fixed.values())]
-        self.shapes = list(dict.fromkeys([*smaller_shapes(most), *(one for one in more if one and one.fits_in(most))]))
+        more = [one for one in (known.shapes if known else ()) if one.fits_in(most)]
+        self.fixed, self.shapes = fixed, list(dict.fromkeys([*smaller_shapes(most), *more]))
         self._top_ks = sorted({1, *(one.top_k for one in self.shapes)})
         self.most, self.widest = most, self._top_ks[-1]
-        self._by_threads: dict[int, StepCosts] = {}  # other numbers of threads have other costs
-        self._rounds = self._picked = 0  # _picked: the round of the last `_pick`
-        self._plain_rounds = FIRST_ROUNDS if known else 0
+        self._by_threads = {get_num_threads(): known or StepCosts()}  # other numbers of threads have other costs
+        self._rounds = FIRST_ROUNDS if known else 0
+        self._picked = 0  # the round of the last `_pick`
         self._last_run: dict[Kind, int] = {}
         self._credit, self._price = START_CREDIT, 0.0  # the account, and the price of the current round's trial
         self.forget_acceptance()
-        for one in known:
-            self._costs.add(one.batch, None, 1, 0.0, one.plain_s)
-            self._costs.add(one.batch, one.shape, one.shape.num_draft_tokens, one.draft_s, one.verify_s)
 
     @property
     def _costs(self) -> StepCosts:
@@ -160,10 +148,9 @@ class AdaptiveShape:
         were not searched for."""
         self._rounds += 1
         self._credit, self._price = min(self._credit + TRIAL_SHARE, MOST_CREDIT), 0.0
-        plan = self._winner(requests)
-        self.probe_due = False
+        self.probe_due, plan = False, self.fixed(requests)
         if plan is None:
-            known = self._plain_rounds >= FIRST_ROUNDS and self._costs.plain(len(requests)) is not None
+            known = self._rounds > FIRST_ROUNDS and self._costs.plain(len(requests)) is not None
             plan = self._pick(requests, lookup) if known and not self._settled(requests, lookup) else Plan()
             # Probe before a head's first trial, and after a pause: drafting would include the read of unread positions.
             new = len(requests) == 1 and not self._acceptance.knows(requests[0])
@@ -175,15 +162,6 @@ class AdaptiveShape:
         self._last_run[plan.kind] = self._rounds
         return plan
 
-    def _winner(self, requests: Sequence[Request]) -> Plan | None:
-        """Returns what a search found fastest for these rows; None: the choice is free."""
-        kinds = {SAMPLED if one.params.temperature > 0 else GREEDY for one in requests if one.speculative}
-        found = set()
-        for sizes in (self.winners.get(kind, {}) for kind in kinds):
-            size = min((one for one in sizes if one >= len(requests)), default=None)
-            found.add(None if size is None else self._fixed.get(sizes[size]))
-        return found.pop() if len(found) == 1 else None
-
     def probed(self, requests: Sequence[Request], ranks: Sequence[Sequence[int]]) -> None:
         """Takes the result of a probe.
 
@@ -191,6 +169,8 @@ class AdaptiveShape:
         """
         self._unread, self._gap, self._steps = 0, min(4 * self._gap, PROBE_GAP), None
         for request, of_row in zip(requests, ranks, strict=True):
+            if request.speculative and len(request.output_ids) > SOON:
+                self._acceptance.add(request, [], 0, 1)  # it is known, even if no rank is
             for rank in of_row if request.speculative else ():
                 self._acceptance.add(request, [rank] if rank < self.widest else [], 1, self.widest)
 
@@ -202,7 +182,6 @@ class AdaptiveShape:
         ranks: by row, the ranks of the accepted nodes among their siblings, by level. draft_s, verify_s: seconds.
         """
         self._costs.add(len(requests), plan.shape, plan.width, draft_s, verify_s)
-        self._plain_rounds += plan.kind == PLAIN
         if plan.shape is None:
             return
         self._steps, rows = None, len(requests)
@@ -265,11 +244,6 @@ class AdaptiveShape:
                     plan = Plan(shape, width, depths, kept if packed and shape else (), length, seconds)
                     plans[shape or LOOKUP] = plan
         return plans
-
-
-def _whole(shape: DraftShape) -> Plan:
-    """Returns the round in which every row drafts all of the shape."""
-    return Plan(shape, shape.num_draft_tokens)
 
 
 class AdaptiveDrafter(WrappedDrafter):

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -109,17 +109,6 @@ class RunningAcceptance:
         return lengths
 
 
-class KnownTime(NamedTuple):
-    """Measured seconds at a batch size: of a plain round, and of one in which every row drafts `shape`: drafting, and
-    from then until the target's choices are known."""
-
-    batch: int
-    plain_s: float
-    shape: DraftShape
-    draft_s: float
-    verify_s: float
-
-
 class StepCosts:
     """Seconds of the parts of a round by batch size. Batch sizes up to the next power of two share one entry.
 
@@ -140,6 +129,11 @@ class StepCosts:
         parts = {covering_width(width): verify} if shape else {covering_width(width): verify + draft}
         for part, seconds in {**parts, **({shape: draft} if shape else {})}.items():
             self._seen.setdefault(size, {}).setdefault(part, deque(maxlen=WINDOW)).append((seconds, plain))
+
+    @property
+    def shapes(self) -> list[DraftShape]:
+        """Those whose drafting was measured."""
+        return [part for seen in self._seen.values() for part in seen if isinstance(part, DraftShape)]
 
     def plain(self, batch: int) -> float | None:
         """Returns the seconds of a plain round; None if none was measured at this batch size."""

@@ -30,7 +30,7 @@ from toolkit.infer.load.load_draft import (
     read_corpus,
     target_source,
 )
-from toolkit.infer.load.search_file import SEARCH, Found, search_of
+from toolkit.infer.load.search_file import SEARCH, Found, Winners, search_of
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_worker
 from toolkit.infer.parallel.ranks import Driver, ParallelError, RankLostError, Ranks, Worker
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
@@ -46,7 +46,7 @@ WORKER = "from toolkit.infer.load.load_engine import work; work()"  # the progra
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine with its models. draft, shape: None for plain decoding. winners: see AdaptiveShape; empty without."""
+    """An engine with its models. draft, shape: None for plain decoding. winners: see Winners; empty without."""
 
     engine: Engine
     target: Target
@@ -142,8 +142,8 @@ def build_engine(
     )
     if chosen.search is not None and chosen.shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
         assert ranks is None or not chosen.winners, "a search runs in one process, and holds for no other number"
-        known = chosen.search.arm_times(chosen.shape)
-        engine.drafter.choose_by(partial(AdaptiveShape, known=known, winners=chosen.winners))
+        known = chosen.search.step_costs(chosen.shape)
+        engine.drafter.choose_by(lambda most: AdaptiveShape(most, known, Winners(chosen.winners, most)))
         if chosen.winners:
             logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(chosen.winners))
         logger.info("adaptive drafting starts from the times in %s", SEARCH)
