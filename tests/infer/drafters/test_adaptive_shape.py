@@ -161,11 +161,11 @@ def test_nodes_go_to_the_rows_that_gain_by_them(packed, kept):
     the others' nodes cost nothing more."""
     chooser = AdaptiveShape(CHAIN)
     chooser.packed = packed
-    world, requests = World(1.0, hard=(1, 2, 3), costs=two_core_costs), [new_request() for _ in range(4)]
+    world, requests = World(1.0, hard=(1, 2, 3)), [new_request() for _ in range(4)]
     for shape in (CHAIN, DraftShape.chain(1)):
         for _ in range(40):
             ranks = [world.ranks(shape, 4, row) for row in range(4)]
-            chooser.record(requests, whole(shape), ranks, *two_core_costs(whole(shape), 4))
+            chooser.record(requests, whole(shape), ranks, 0.34, 1.0 + 0.08 * shape.num_steps)
             chooser.record(requests, Plan(), [[]] * 4, 0.0, 1.0)
     plan = chooser._plans(requests, ())[CHAIN]
     assert {row: (plan.kept or [CHAIN.num_draft_tokens] * 4)[row] for row in range(4)} == kept

@@ -99,12 +99,12 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tar
     """The target's states at every node."""
     # Nodes past the context are never committed. The clamp keeps learned position tables in range.
     positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
-    metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
+    places = context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths
     states = None if context.states is None else context.states.nodes(len(rows.roots))
     if not context.packed or tree.nodes == 1 or tree.valid.all():
-        hidden = context.forward(tree.tokens, positions, metadata, states)
+        hidden = context.forward(tree.tokens, positions, tree_metadata(*places), states)
         return TargetStates(hidden, None if context.head is None else context.head.features())
-    pack = PackedMetadata(metadata, tree.valid)
+    pack = PackedMetadata(*places, tree.valid)
     hidden = context.forward(pack.pack(tree.tokens), pack.pack(positions), pack, states)
     features = None if context.head is None else pack.spread(context.head.features())
     return TargetStates(pack.spread(hidden), features, (hidden, pack.places))
