@@ -180,7 +180,7 @@ def test_lookup_and_the_head_share_the_budget(packed):
     known.add(4, CHAIN, 5, 0.1, 1.2)
     requests, found = [new_request() for _ in range(4)], [1.0, 1.9, 2.8, 3.7, 4.6]
     chooser = AdaptiveShape(CHAIN, known)
-    chooser.packed = packed
+    chooser.packed, chooser._credit = packed, -10.0  # no trials
     for _ in range(50):
         chooser.record(requests, whole(CHAIN), [[0, 0]] * 4, 0.1, 1.2)
     plan = chooser.choose(requests, [found, found, [1.0], [1.0, 1.1]])

@@ -43,10 +43,11 @@ from toolkit.infer.verify.verifiers import VerifyResult
 
 FIRST_ROUNDS = 2  # plain rounds before any draft: the first round is often slow
 BATCH_MARGIN = 1.1  # with several rows drafting must be faster than plain decoding by this factor
-HOLD = 1.03  # another kind of round replaces the current one if it is faster by this factor
-START_CREDIT, MOST_CREDIT = 0.6, 4.0  # the account at the start and at most, in plain rounds
+HOLD = 1.03  # drafting begins, and another draft replaces the current one, if it is faster by this factor
+START_CREDIT, MOST_CREDIT = 0.9, 2.0  # the account at the start and at most, in plain rounds
 TRIAL_SHARE = 0.006  # of all time, for trials
-LEAST_PRICE = 0.05  # of a trial, in plain rounds: times and accept lengths are estimates
+LEAST_PRICE = 0.1  # of a trial, in plain rounds: times and accept lengths are estimates
+PROBE_PRICE = 0.3  # of the probe before a trial from plain decoding, in plain rounds
 LEAST_LENGTH = 1.04  # expected accept_length from which a draft is tried
 # Plain rounds before a probe: the first; one of a new request, before a trial or after drafting; the longest.
 # SOON: also the rounds that the choice of plain decoding stands while only times of plain rounds are new.
@@ -124,16 +125,12 @@ class AdaptiveShape:
         self.fixed, self.shapes = fixed, list(dict.fromkeys([*smaller_shapes(most), *more]))
         self._top_ks = sorted({1, *(one.top_k for one in self.shapes)})
         self.most, self.widest = most, self._top_ks[-1]
-        self._by_threads = {get_num_threads(): known or StepCosts()}  # other numbers of threads have other costs
+        self._costs, self._threads = known or StepCosts(), get_num_threads()
         self._rounds = FIRST_ROUNDS if known else 0
         self._picked = 0  # the round of the last `_pick`
         self._last_run: dict[Kind, int] = {}
         self._credit, self._price = START_CREDIT, 0.0  # the account, and the price of the current round's trial
         self.forget_acceptance()
-
-    @property
-    def _costs(self) -> StepCosts:
-        return self._by_threads.setdefault(get_num_threads(), StepCosts())
 
     def forget_acceptance(self) -> None:
         """Starts again with the rates of acceptance, as after new weights, and keeps the times."""
@@ -147,6 +144,9 @@ class AdaptiveShape:
         """Returns the next round of these rows. lookup: the expected accept_length of lookup's drafts; empty: they
         were not searched for."""
         self._rounds += 1
+        if self._threads != get_num_threads():
+            self._threads = get_num_threads()
+            self._costs.forget_plain()
         self._credit, self._price = min(self._credit + TRIAL_SHARE, MOST_CREDIT), 0.0
         self.probe_due, plan = False, self.fixed(requests)
         if plan is None:
@@ -199,15 +199,18 @@ class AdaptiveShape:
     def _pick(self, requests: Sequence[Request], lookup: Lengths) -> Plan:
         """Returns the best plan, or one to try if the account can pay for it."""
         self._picked, plans = self._rounds, self._plans(requests, lookup)
-        margin = 1.0 if len(requests) == 1 else BATCH_MARGIN
-        speeds = {kind: one.length / one.seconds * (HOLD if kind == self._best else 1) for kind, one in plans.items()}
-        best = self._best = max(speeds, key=lambda kind: speeds[kind] * (margin if kind == PLAIN else 1))
+        speeds = {kind: one.length / one.seconds for kind, one in plans.items()}
+        held = {kind: speed * (HOLD if kind == self._best else 1) for kind, speed in speeds.items() if kind != PLAIN}
+        best, margin = max(held, key=held.__getitem__, default=PLAIN), 1.0 if len(requests) == 1 else BATCH_MARGIN
+        if speeds[best] <= speeds[PLAIN] * margin * (HOLD if self._best == PLAIN else 1):
+            best = PLAIN
+        self._best = best
         if isinstance(best, DraftShape):
             self._gap = SOON  # if drafting ends, it may soon pay again
+        probe = PROBE_PRICE if best == PLAIN else 0.0
         pace = plans[best].seconds / plans[best].length
-        least = max(LEAST_PRICE, margin - 1) if best == PLAIN else LEAST_PRICE
         prices = {
-            kind: max(least, (one.seconds - one.length * pace) / plans[PLAIN].seconds)
+            kind: probe + max(LEAST_PRICE, (one.seconds - one.length * pace) / plans[PLAIN].seconds)
             for kind, one in plans.items()
             if kind != best and (kind == PLAIN or one.length > LEAST_LENGTH)
         }

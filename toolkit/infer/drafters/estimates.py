@@ -140,6 +140,16 @@ class StepCosts:
         size = batch_bucket(batch)
         return self._typical(size, 1, None) if 1 in self._seen.get(size, {}) else None
 
+    def forget_plain(self) -> None:
+        """Forgets the plain rounds, which rescale all other times when they are measured again. For a change that makes
+        all rounds slower or faster, as that of the number of threads."""
+        for size, parts in self._seen.items():
+            if 1 in parts:
+                plain, self._since_plain[size] = self._typical(size, 1, None), WINDOW
+                for part, times in parts.items():
+                    parts[part] = deque(((seconds, then or plain) for seconds, then in times), maxlen=WINDOW)
+                del parts[1]
+
     def verify(self, batch: int, nodes: Sequence[int]) -> dict[float, float]:
         """Returns the seconds of verification by width, measured or estimated. A plain round must have been measured.
         nodes: of the shapes to choose from.
