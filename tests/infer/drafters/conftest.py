@@ -89,7 +89,7 @@ class AnyChoice:
 
     def __init__(self, chance: random.Random, most: DraftShape) -> None:
         self._chance = chance
-        own = (DraftShape.chain(2), DraftShape.chain(3), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
+        own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
         self._shapes = (None, *(shape.within(most) for shape in own))
 
     def choose(self, requests, lookup=()):
@@ -99,7 +99,8 @@ class AnyChoice:
         shape, depths = self._chance.choice(self._shapes), tuple(self._chance.randrange(len(one)) for one in lookup)
         if shape is None:
             return Plan(None, 2 if any(depths) else 1, depths)
-        possible = range(1, shape.num_draft_tokens + 1) if shape.is_chain else (1, shape.num_draft_tokens)
+        nodes = shape.num_draft_tokens
+        possible = range(1, nodes + 1) if shape.is_chain else (1, nodes, nodes, nodes)
         return Plan(shape, 2, depths, tuple(self._chance.choice(possible) for _ in requests))
 
     def probed(self, requests, ranks) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,15 +177,13 @@ class InOrderMetadata(AttentionMetadata):
         return paths_of(self._node_mask)
 
 
-class PackedMetadata:
+class PackedMetadata(AttentionMetadata):
     """Lets layers compute the T valid nodes of trees, [1, T], without padding. Attention sees rows of one length: all
     rows, or if most nodes are padding, those of the root alone apart from the others.
 
     Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. places [B, N]: the number of each node among the
     T; of padding that of its root.
     """
-
-    in_place = False
 
     def __init__(
         self,
@@ -198,6 +195,7 @@ class PackedMetadata:
         depths: Tensor,
         valid: Tensor,
     ) -> None:
+        super().__init__(cache, table, lengths, span, valid.shape[1], node_mask, depths)
         self._nodes = valid.flatten().nonzero().flatten()
         numbers = (valid.flatten().cumsum(0) - 1).view_as(valid)
         self.places = torch.where(valid, numbers, numbers[:, :1])
@@ -228,7 +226,11 @@ class PackedMetadata:
             found[0].index_copy_(0, numbers, out.index_select(0, which))
         return found
 
-    def row_attention(self, *_layer: Any) -> None:
+    @property
+    def in_place(self) -> bool:
+        return False
+
+    def row_attention(self, layer: int, scoring: Scoring, dtype: torch.dtype) -> None:
         """There is no kernel for rows of different lengths."""
 
 

@@ -48,7 +48,8 @@ class Rates:
     def __init__(self, start: Rates | Sequence[float], weight: float, memory: int) -> None:
         self._start, self._weight, self._keep = start, weight, 1 - 1 / memory
         cells = len(start.tries) if isinstance(start, Rates) else len(start)
-        self._correct, self.tries = [0.0] * cells, [0.0] * cells
+        self._correct = [0.0] * cells
+        self.tries: list[float] = [0.0] * cells
 
     def add(self, cell: int, right: bool) -> None:
         self._correct[cell] = self._correct[cell] * self._keep + right
@@ -126,8 +127,10 @@ class StepCosts:
         size = batch_bucket(batch)
         since = self._since_plain[size] = 0 if width == 1 else self._since_plain.get(size, WINDOW) + 1
         plain = self.plain(batch) if 0 < since < WINDOW else None
-        parts = {covering_width(width): verify} if shape else {covering_width(width): verify + draft}
-        for part, seconds in {**parts, **({shape: draft} if shape else {})}.items():
+        parts: dict[DraftShape | float, float] = {covering_width(width): verify if shape else verify + draft}
+        if shape is not None:
+            parts[shape] = draft
+        for part, seconds in parts.items():
             self._seen.setdefault(size, {}).setdefault(part, deque(maxlen=WINDOW)).append((seconds, plain))
 
     @property
