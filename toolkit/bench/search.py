@@ -26,8 +26,8 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, Progress, Round, SideBySide, Trial, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.bench.table import NONE, decimal, new_table, wide_console
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
-from toolkit.infer.load.search_file import arm_times
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
+from toolkit.infer.load.search_file import step_costs
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.request import summarise
 
@@ -88,7 +88,8 @@ def confirm(
     with SideBySide(trial.config, trial.target, 3) as engines:
         learned = engines.open(trial.draft, most, adaptive=True)
         assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
-        learned.drafter.start_from(arm_times(most, [times.to_json()], shapes))
+        known = step_costs(most, [times.to_json()], shapes)
+        learned.drafter.choose_by(partial(AdaptiveShape, known=known))
         speculative = engines.open(trial.draft, shapes[0])
         modes = [Mode(engines.open(), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape) for shape in shapes]

@@ -61,7 +61,7 @@ class StepTimes:
     verifies: Mapping[str, tuple[float, float]]
 
     def to_json(self) -> dict[str, Any]:
-        """What search.json keeps: see `search_file.arm_times`."""
+        """What search.json keeps: see `search_file.step_costs`."""
         return {
             "batch": self.batch,
             "plain_s": self.plain.verify_s,

@@ -46,14 +46,13 @@ from toolkit.bench.table import (
     times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
 from toolkit.infer.load.load_engine import device_of, load_models
-from toolkit.infer.load.search_file import SEARCH, search_of
+from toolkit.infer.load.search_file import GREEDY, SAMPLED, SEARCH, search_of
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature, prompts_and_shapes

@@ -12,7 +12,7 @@ from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.attention.fused_layer import _Uncached, replaced
-from toolkit.infer.attention.metadata import PagedAttend, tree_metadata
+from toolkit.infer.attention.metadata import PackedMetadata, PagedAttend, tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
@@ -125,6 +125,20 @@ def test_one_call_is_the_parts(family):
             states = forward(ids, at, metadata if whole else InParts(metadata))
         found.append((states, torch.stack(list(cache.keys)), torch.stack(list(cache.values))))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("counts", [(6, 4, 1), (1, 6, 1)])
+def test_nodes_without_padding_have_the_same_bits(counts):
+    """Trees of different sizes; with the second counts most nodes are padding, and roots attend apart."""
+    forward, ids = build("qwen3"), torch.randint(3, 400, (3, NODES))
+    valid = torch.arange(NODES) < torch.tensor(counts)[:, None]
+    padded, at, _ = tree_over_random_keys(forward.kv_shape, NODES)
+    where, _, cache = tree_over_random_keys(forward.kv_shape, NODES)
+    places = where._table, LENGTHS, 40 + NODES, where._node_mask, where._depths
+    with torch.inference_mode():
+        pack = PackedMetadata(cache, *places, valid)
+        wanted, found = forward(ids, at, padded), forward(pack.pack(ids), pack.pack(at), pack)
+    assert found.shape[:2] == (1, sum(counts)) and torch.equal(pack.spread(found)[valid], wanted[valid])
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

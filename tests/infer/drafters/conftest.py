@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
 
 from tests.infer.conftest import propose
+from toolkit.infer.drafters.adaptive import Plan
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
@@ -69,11 +71,40 @@ class ScriptedChoice:
     def choose(self, requests, lookup=()):
         arm = next(self.arms)
         self.probe_due = arm == PROBE
-        return None if self.probe_due else arm
+        return Plan(arm, arm.num_draft_tokens) if isinstance(arm, DraftShape) else Plan()
 
     def probed(self, requests, ranks) -> None:
         for request, of_row in zip(requests, ranks, strict=True):
             self.seen.setdefault(request, []).append((request.length, of_row))
+
+    def record(self, *seen) -> None:
+        pass
+
+
+class AnyChoice:
+    """In the place of the adaptive drafter's own, which a clock leads: shapes, nothing, lookup of any depth, drafts cut
+    anywhere and probes, drawn by lot."""
+
+    widest = 3
+
+    def __init__(self, chance: random.Random, most: DraftShape) -> None:
+        self._chance = chance
+        own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
+        self._shapes = (None, *(shape.within(most) for shape in own))
+
+    def choose(self, requests, lookup=()):
+        self.probe_due = self._chance.random() < 0.2
+        if self.probe_due:
+            return Plan()
+        shape, depths = self._chance.choice(self._shapes), tuple(self._chance.randrange(len(one)) for one in lookup)
+        if shape is None:
+            return Plan(None, 2 if any(depths) else 1, depths)
+        nodes = shape.num_draft_tokens
+        possible = range(1, nodes + 1) if shape.is_chain else (1, nodes, nodes, nodes)
+        return Plan(shape, 2, depths, tuple(self._chance.choice(possible) for _ in requests))
+
+    def probed(self, requests, ranks) -> None:
+        pass
 
     def record(self, *seen) -> None:
         pass

@@ -18,7 +18,7 @@ from tests.infer.drafters.conftest import (
     settings,
 )
 from toolkit.infer.drafters import block_drafter, head_drafter
-from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape, Plan
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import DraftShapeError, SamplingParams
@@ -185,8 +185,8 @@ def test_chains_end_by_confidence(small_target, plain, options):
 def test_rounds_whose_chains_are_all_cut_are_the_heads(small_target, monkeypatch):
     """As plain rounds their time, the head's included, would make plain decoding seem slow."""
     recorded, shape = [], DraftShape.chain(4)
-    monkeypatch.setattr(AdaptiveShape, "choose", lambda *_: shape)
-    monkeypatch.setattr(AdaptiveShape, "record", lambda _self, _requests, arm, *_: recorded.append(arm))
+    monkeypatch.setattr(AdaptiveShape, "choose", lambda *_: Plan(shape, 5))
+    monkeypatch.setattr(AdaptiveShape, "record", lambda _self, _requests, plan, *_: recorded.append(plan.shape))
     draft = replace(build_small_dspark(small_target), draft_confidence=1.0)
     engine = Engine(small_target, draft, shape, max_running_requests=1, adaptive=True)
     request = engine.add_request(ragged_prompts()[0], SamplingParams(max_tokens=6))

@@ -12,14 +12,14 @@ import torch
 from tests.infer.conftest import finished
 from tests.infer.drafters.conftest import ragged_prompts, settings
 from toolkit.infer.drafters import lookup as lookup_module
-from toolkit.infer.drafters.adaptive import LookupChoice
-from toolkit.infer.drafters.estimates import LookupArm, StepCosts
+from toolkit.infer.drafters.estimates import Rates
 from toolkit.infer.drafters.lookup import (
     CONTEXT,
     FIRST_RATES,
+    GUESS_WEIGHT,
+    MEMORY,
     SEPARATOR,
     Lookups,
-    MatchRates,
     NgramLookup,
     SuffixAutomaton,
     SuffixLookup,
@@ -86,16 +86,16 @@ def test_the_corpus_finds_the_longest_end_of_a_text():
 
 def test_a_draft_continues_the_match_and_states_its_length():
     """5 6 stood there before 7 8; the text's end is 5 6. A loop goes on beyond the text's end."""
-    lookup = SuffixLookup([MatchRates()])
+    lookup = SuffixLookup([Rates(FIRST_RATES, GUESS_WEIGHT, MEMORY)])
     lookup.read(Request([5, 6, 7, 8, 9, 5], SamplingParams(), output_ids=[6]))
     tokens, lengths = lookup.draft(3)
     assert tokens == [7, 8, 9]
     two, three, four = FIRST_RATES[1:4]
     assert lengths == pytest.approx([1, 1 + two, 1 + two + two * three, 1 + two + two * three + two * three * four])
-    loop = SuffixLookup([MatchRates()])
+    loop = SuffixLookup([Rates(FIRST_RATES, GUESS_WEIGHT, MEMORY)])
     loop.read(Request([1, 2, 1], SamplingParams(), output_ids=[2]))
     assert loop.draft(5)[0] == [1, 2, 1, 2, 1]
-    fresh = SuffixLookup([MatchRates()])
+    fresh = SuffixLookup([Rates(FIRST_RATES, GUESS_WEIGHT, MEMORY)])
     fresh.read(Request([1, 2, 3], SamplingParams(), output_ids=[4]))
     assert fresh.draft(4) == ([], [1.0])
 
@@ -119,7 +119,7 @@ def test_long_texts_are_read_in_parts_and_by_their_end(monkeypatch):
         long.output_ids.append(token)
         lookups.read([long, short])
         seen += len(text.text.tokens) > 40
-    assert not seen and lookups.draft(long, 3)[0] == [2, 1, 7] and sum(text._rates[0]._tries) <= 30
+    assert not seen and lookups.draft(long, 3)[0] == [2, 1, 7] and sum(text._rates[0].tries) <= 30
 
 
 # -- lookup alone -----------------------------------------------------------------------------------------------------
@@ -205,22 +205,6 @@ def test_a_corpus_is_drafted_from(small_target, build):
         assert request.output_ids == plain
         lengths[name] = len(plain) / len(request.events)
     assert lengths["with"] > lengths["without"] and lengths["with"] > 3
-
-
-def measured(batch: int, seconds: dict) -> StepCosts:
-    costs = StepCosts()
-    for arm, (draft, verify) in seconds.items():
-        costs.add(batch, arm, draft, verify)
-    return costs
-
-
-def test_a_batch_keeps_the_head_for_rows_without_a_match():
-    chain = DraftShape.chain(4)
-    costs = measured(4, {None: (0.0, 1.0), chain: (0.1, 1.2), LookupArm(None, 4): (0.0, 1.2)})
-    found = [1.0, 1.9, 2.7, 3.4, 4.0]
-    lookup = [found, found, [1.0], [1.0, 1.2, 1.2, 1.2, 1.2]]
-    depths, arm = LookupChoice().choose(lookup, chain, [2.0] * 4, costs, 1.0)
-    assert arm.shape == chain and depths == [arm.depth, arm.depth, 0, 0] and arm.depth >= 3
 
 
 def test_texts_of_ended_requests_are_freed(small_target, small_draft):

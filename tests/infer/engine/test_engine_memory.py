@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.infer.drafters.conftest import AnyChoice
 from toolkit.infer.drafters import head_drafter
-from toolkit.infer.drafters.estimates import LookupArm
 from toolkit.infer.engine import scheduler
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.scheduler import LEAST_CHUNK
@@ -191,29 +191,6 @@ def resident_bytes() -> int:
     """What this process holds now."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class AnyChoice:
-    """In the place of the adaptive drafter's own, which a clock leads: shapes, nothing and looks, drawn by lot."""
-
-    widest = 3
-
-    def __init__(self, chance: random.Random, most: DraftShape) -> None:
-        self._chance = chance
-        own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
-        self._shapes = (None, *(shape.within(most) for shape in own))
-
-    def choose(self, requests, lookup):
-        self.probe_due = self._chance.random() < 0.2
-        shape = None if self.probe_due else self._chance.choice(self._shapes)
-        self.depths = [self._chance.randrange(len(one)) for one in lookup]
-        return LookupArm(shape, max(self.depths)) if any(self.depths) and not self.probe_due else shape
-
-    def probed(self, requests, ranks) -> None:
-        pass
-
-    def record(self, *seen) -> None:
-        pass
 
 
 def check_answer(request, wanted, *, same: bool) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape, Plan
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
@@ -97,7 +97,9 @@ def test_offline(family, head_for, prompts):
     assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
     hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptiveShape, "choose", lambda self, requests, lookup: DraftShape.chain(4))  # on both ranks
+        patch.setattr(
+            AdaptiveShape, "choose", lambda self, requests, lookup: Plan(DraftShape.chain(4), 5)
+        )  # on both ranks
         drawn = llm.generate([*prompts, *prompts], hot)
     assert engine.verifier.name == "auto" and sum(answer.acceptance.accepted for answer in drawn) > 0
     requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]

@@ -177,6 +177,63 @@ class InOrderMetadata(AttentionMetadata):
         return paths_of(self._node_mask)
 
 
+class PackedMetadata(AttentionMetadata):
+    """Lets layers compute the T valid nodes of trees, [1, T], without padding. Attention sees rows of one length: all
+    rows, or if most nodes are padding, those of the root alone apart from the others.
+
+    Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. places [B, N]: the number of each node among the
+    T; of padding that of its root.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        table: Tensor,
+        lengths: Tensor,
+        span: int,
+        node_mask: Tensor,
+        depths: Tensor,
+        valid: Tensor,
+    ) -> None:
+        super().__init__(cache, table, lengths, span, valid.shape[1], node_mask, depths)
+        self._nodes = valid.flatten().nonzero().flatten()
+        numbers = (valid.flatten().cumsum(0) - 1).view_as(valid)
+        self.places = torch.where(valid, numbers, numbers[:, :1])
+        alone = valid.sum(dim=1) == 1
+        apart = 2 * len(self._nodes) < valid.numel() and bool(alone.any()) and not alone.all()
+        groups = [(alone, 1), (~alone, valid.shape[1])] if apart else [(alone | ~alone, valid.shape[1])]
+        self._groups = []  # of each: places, which of them are valid, their numbers among the T, metadata
+        for rows, count in groups:
+            parts = table[rows], lengths[rows], span, node_mask[rows, :count, :count], depths[rows, :count]
+            places, which = self.places[rows, :count], valid[rows, :count].flatten().nonzero().flatten()
+            self._groups.append((places, which, places.flatten()[which], tree_metadata(cache, *parts)))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, N, ..] -> [1, T, ..]."""
+        return x.flatten(0, 1).index_select(0, self._nodes)[None]
+
+    def spread(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        """[1, T, ..] -> [B, N, ..], or as many rows and nodes as `places` has."""
+        places = self.places if places is None else places
+        return x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv]."""
+        found = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+        for places, which, numbers, metadata in self._groups:
+            q_own, k_own, v_own = (self.spread(one.transpose(1, 2), places).transpose(1, 2) for one in (q, k, v))
+            out = metadata.attend(layer, q_own, k_own, v_own, scoring).flatten(0, 1)
+            found[0].index_copy_(0, numbers, out.index_select(0, which))
+        return found
+
+    @property
+    def in_place(self) -> bool:
+        return False
+
+    def row_attention(self, layer: int, scoring: Scoring, dtype: torch.dtype) -> None:
+        """There is no kernel for rows of different lengths."""
+
+
 class PagedAttend:
     """The `Attend` of one pass over the layers of a draft head, in order. shape: (B, N)."""
 

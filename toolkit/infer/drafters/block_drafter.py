@@ -21,7 +21,6 @@ In a tree the nodes of a level differ by the bias of their own token alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import count
 
@@ -38,7 +37,7 @@ from toolkit.infer.drafters.draft_rollout import DraftRollout, Draws
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.targets.target import Target
 
@@ -225,10 +224,4 @@ class BlockDrafter(HeadDrafter):
         assert isinstance(nodes, BlockRollout)
         chance = self.reader.confidence(nodes.block[:, : chain.nodes - 1], chain.tokens[:, :-1]).cumprod(dim=1)
         counts = ((chance >= self._draft_confidence) & chain.valid[:, 1:]).sum(dim=1).tolist()
-        most, roots = max(counts), chain.tokens[:, 0]
-        if most == 0:
-            return root_only(roots)
-        proposal = chain.proposal
-        if proposal is not None:
-            proposal = replace(proposal, q=proposal.q[:, :most])
-        return chain_tree(roots, chain.tokens[:, 1 : 1 + most], counts, proposal)
+        return chain.first_nodes([1 + count for count in counts])

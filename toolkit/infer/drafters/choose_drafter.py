@@ -84,9 +84,13 @@ def choose_drafter(
 
 
 def with_choices(
-    drafter: Drafter, shape: DraftShape, lookup: Lookup | None, device: torch.device, *, adaptive: bool
+    drafter: Drafter, shape: DraftShape, lookup: Lookup | None, device: torch.device, *, adaptive: bool, packed: bool
 ) -> Drafter:
-    """Returns `drafter`, with lookup beside its head, and with its shape chosen in every round (adaptive)."""
+    """Returns `drafter`, with lookup beside its head, and with its drafts chosen in every round (adaptive).
+
+    packed: forwards compute no padding."""
     if lookup is not None and isinstance(drafter, HeadDrafter):
         drafter = ComposedDrafter(drafter, shape, MOST_DEPTH if adaptive else None, lookup.corpus)
-    return AdaptiveDrafter(drafter, shape, first_is_slow=device.type != "cpu") if adaptive else drafter
+    if not adaptive:
+        return drafter
+    return AdaptiveDrafter(drafter, shape, packed=packed, first_is_slow=device.type != "cpu")

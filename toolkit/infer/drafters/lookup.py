@@ -52,6 +52,7 @@ from torch.nn.functional import pad
 from toolkit.infer.attention.metadata import FEW
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
+from toolkit.infer.drafters.estimates import Rates
 from toolkit.infer.request.draft_tree import (
     DraftShape,
     DraftTree,
@@ -173,28 +174,6 @@ class SuffixAutomaton:
             state = self._link[state]
 
 
-class MatchRates:
-    """Share of right tokens by class of match length, with exponential decay. above: the rates to start from."""
-
-    def __init__(self, above: MatchRates | None = None) -> None:
-        self._above = above
-        self._correct, self._tries = [0.0] * len(LENGTHS), [0.0] * len(LENGTHS)
-
-    def add(self, length: int, right: bool) -> None:
-        """Adds a token that followed a match of `length` tokens."""
-        one, keep = _class_of(length), 1 - 1 / MEMORY
-        self._correct[one] = self._correct[one] * keep + right
-        self._tries[one] = self._tries[one] * keep + 1
-        if self._above is not None:
-            self._above.add(length, right)
-
-    def rates(self) -> list[float]:
-        """Returns the rates by class."""
-        start, weight = (FIRST_RATES, GUESS_WEIGHT) if self._above is None else (self._above.rates(), REQUEST_WEIGHT)
-        columns = zip(start, self._correct, self._tries, strict=True)
-        return [(weight * guess + correct) / (weight + tries) for guess, correct, tries in columns]
-
-
 class SuffixLookup:
     """The drafts of one request. Every token of the request is read once, but of a long text only the end.
 
@@ -202,12 +181,10 @@ class SuffixLookup:
     least: tokens of the shortest match that is drafted from.
     """
 
-    def __init__(
-        self, engine_rates: Sequence[MatchRates], corpus: SuffixAutomaton | None = None, least: int = 1
-    ) -> None:
+    def __init__(self, engine_rates: Sequence[Rates], corpus: SuffixAutomaton | None = None, least: int = 1) -> None:
         self.text = SuffixAutomaton()
         self._corpus, self._at = corpus, (0, 0)  # the state of the text's end in the corpus, and its length
-        self._rates = [MatchRates(above) for above in engine_rates]
+        self._rates = [Rates(above, REQUEST_WEIGHT, MEMORY) for above in engine_rates]
         self._least = least
         self._read = self._counted = 0  # tokens of the request; before `_counted` they update no rates
         self._behind = True  # not all tokens are read
@@ -232,14 +209,14 @@ class SuffixLookup:
                 right = None
                 for text, match, rates in self._matches():
                     right = text.tokens[match.place] == token
-                    rates.add(match.length, right)
+                    rates.add(_class_of(match.length), right)
                 drafted.append(right)
             self.text.append(token)
             if self._corpus is not None and at >= self._counted - CONTEXT:
                 self._at = self._corpus.follow(*self._at, token)
         return drafted
 
-    def _matches(self) -> Iterator[tuple[SuffixAutomaton, Match, MatchRates]]:
+    def _matches(self) -> Iterator[tuple[SuffixAutomaton, Match, Rates]]:
         """Yields the match in the request's own text, then the one in the corpus."""
         matches = [(self.text, self.text.match())]
         if self._corpus is not None:
@@ -258,7 +235,7 @@ class SuffixLookup:
         best: tuple[list[int], list[float]] = ([], [1.0])
         for text, match, rates in [] if self._behind else self._matches():
             tokens = text.continuation(match.place, depth)
-            by_class = rates.rates()
+            by_class = rates.now()
             reached = accumulate((by_class[_class_of(match.length + more)] for more in range(len(tokens))), mul)
             lengths = list(accumulate(reached, initial=1.0))
             if lengths[-1] > best[1][-1]:
@@ -281,7 +258,7 @@ class Lookups:
 
     def forget_rates(self) -> None:
         """Starts again with the rates of all requests, as after new weights."""
-        self._rates = [MatchRates(), MatchRates()]
+        self._rates = [Rates(FIRST_RATES, GUESS_WEIGHT, MEMORY) for _ in range(2)]
 
     def read(self, requests: Sequence[Request]) -> list[list[bool | None]]:
         """Reads the new tokens, of long texts a part. Returns those of SuffixLookup.read; none of plain requests."""
@@ -370,7 +347,10 @@ class ComposedDrafter(WrappedDrafter):
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         found = self.lookups(requests)
         drafts = [tokens if lengths[-1] >= LEAST_LENGTH else [] for tokens, lengths in found]
-        return self.compose(requests, rows, drafts)
+        # The head rests if no row is left to it.
+        rests = all(draft or not one.speculative for draft, one in zip(drafts, requests, strict=True))
+        tree = (self.inner.skip if rests else self.inner.propose)(requests, rows)
+        return with_chains(tree, rows.roots, drafts) if any(drafts) else tree
 
     def lookups(self, requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
         """Returns lookup's draft for every row, and its expected accept_length by depth from 0."""
@@ -378,15 +358,6 @@ class ComposedDrafter(WrappedDrafter):
         most = self.depth(self.shape)
         depths = [most if one.shape is None else min(most, one.shape.num_draft_tokens - 1) for one in requests]
         return [self._texts.draft(request, depth) for request, depth in zip(requests, depths, strict=True)]
-
-    def compose(self, requests: Sequence[Request], rows: RoundRows, drafts: Drafts, *, head: bool = True) -> DraftTree:
-        """Returns a tree for every row: lookup's chain where `drafts` has one, the head's elsewhere.
-
-        head: False: rows without a draft of lookup get their root only. The head also rests if no row is left to it.
-        """
-        head_skips = not head or all(draft or not one.speculative for draft, one in zip(drafts, requests, strict=True))
-        tree = (self.inner.skip if head_skips else self.inner.propose)(requests, rows)
-        return with_chains(tree, rows.roots, drafts) if any(drafts) else tree
 
 
 def with_chains(tree: DraftTree, roots: Tensor, drafts: Drafts) -> DraftTree:

@@ -120,15 +120,19 @@ class Engine:
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
             state = RoundState(rows, pool, device)
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
+        # Graphs, scans of linear attention and layers of equal bits are for rows of one length.
+        packed = device.type == "cpu" and not recorded and self._states is None and not config.deterministic
         if self.shape is not None:
             lookup = Lookup(corpus) if config.asks_for_lookup else None
-            self.drafter = with_choices(self.drafter, self.shape, lookup, device, adaptive=bool(config.adaptive))
+            self.drafter = with_choices(
+                self.drafter, self.shape, lookup, device, adaptive=bool(config.adaptive), packed=packed
+            )
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
         padding: Padding = "none" if self._states is not None else "little" if device.type == "cpu" else "any"
         self.scheduler = Scheduler(rows, chunk, self._memory, padding=padding)
         self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
-        context = RoundContext(forward, self._cache, self._states, head, self.context_length, forced)
+        context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None
         overlap = not config.disable_overlap_schedule
         self._rounds = Rounds(context, state, self.verifier, self.scheduler, graphs, overlap=overlap)

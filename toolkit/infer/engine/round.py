@@ -37,7 +37,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import tree_metadata
+from toolkit.infer.attention.metadata import PackedMetadata, tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.cache.kv_cache import KVCache
@@ -52,19 +52,29 @@ from toolkit.infer.kernels.tree_reference import AcceptedPath
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import NOT_FINITE, Request, VerifyEvent
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
-from toolkit.infer.verify.verifiers import ForcedAcceptance, Verifier, VerifyResult, follow, nodes_at_once, read_result
+from toolkit.infer.verify.verifiers import (
+    LOGIT_ROWS,
+    ForcedAcceptance,
+    Verifier,
+    VerifyResult,
+    follow,
+    nodes_at_once,
+    read_result,
+)
 
 
 @dataclass(frozen=True)
 class RoundContext:
     """The models and the cache of an engine's rounds. head: the drafter that keeps features of each round, or None.
-    states: of a hybrid target's linear-attention layers, else None. forced: acceptance by chance, for benchmarks."""
+    states: of a hybrid target's linear-attention layers, else None. packed: forwards compute no padding. forced:
+    acceptance by chance, for benchmarks."""
 
     forward: TargetForward
     cache: KVCache
     states: LinearStates | None
     head: HeadDrafter | None
     context_length: int
+    packed: bool = False
     forced: ForcedAcceptance | None = None
 
 
@@ -89,10 +99,15 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tar
     """The target's states at every node."""
     # Nodes past the context are never committed. The clamp keeps learned position tables in range.
     positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
-    metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
+    places = context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths
     states = None if context.states is None else context.states.nodes(len(rows.roots))
-    hidden = context.forward(tree.tokens, positions, metadata, states)
-    return TargetStates(hidden, None if context.head is None else context.head.features())
+    if not context.packed or tree.nodes == 1 or tree.valid.all():
+        hidden = context.forward(tree.tokens, positions, tree_metadata(*places), states)
+        return TargetStates(hidden, None if context.head is None else context.head.features())
+    pack = PackedMetadata(*places, tree.valid)
+    hidden = context.forward(pack.pack(tree.tokens), pack.pack(positions), pack, states)
+    features = None if context.head is None else pack.spread(context.head.features())
+    return TargetStates(pack.spread(hidden), features, (hidden, pack.places))
 
 
 def finish(
@@ -105,7 +120,7 @@ def finish(
     keep: bool = True,
 ) -> tuple[AcceptedPath, Choices]:
     """Choose, follow the choices and commit. keep: with the features; else `keep_features` comes afterwards."""
-    choices, sums = choose_tokens(context, rows, tree, states.hidden, sampler)
+    choices, sums = choose_tokens(context, rows, tree, states, sampler)
     decided = tree, choices.tokens
     if context.forced is not None:
         decided = context.forced(*decided, rows.roots, rows.lengths)
@@ -137,18 +152,23 @@ def keep_features(
 
 
 def choose_tokens(
-    context: RoundContext, rows: RoundRows, tree: DraftTree, hidden: Tensor, sampler: NodeSampler
+    context: RoundContext, rows: RoundRows, tree: DraftTree, states: TargetStates, sampler: NodeSampler
 ) -> tuple[Choices, Tensor]:
-    """The target's token at every node, [B, N], and the sum of its logits, [B, N] fp32; hidden [B, N, H].
+    """The target's token at every node, [B, N], and the sum of its logits, [B, N] fp32.
 
     Logits of large batches are computed in parts."""
+    hidden, of_valid = states.hidden, None
+    if states.packed is not None and states.packed[0].shape[1] <= LOGIT_ROWS:
+        flat, places = states.packed
+        of_valid = context.forward.logits(flat[0])  # [T, V]
     nodes = nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
     positions = (rows.lengths + 1)[:, None] + tree.depths
     chosen, sums = [], []
     for first in range(0, tree.nodes, nodes):
-        logits = context.forward.logits(hidden[:, first : first + nodes])
+        part = slice(first, first + nodes)
+        logits = context.forward.logits(hidden[:, part]) if of_valid is None else of_valid[places[:, part]]
         sums.append(logits.sum(dim=-1, dtype=torch.float32))
-        chosen.append(sampler(logits, positions[:, first : first + nodes], tree, first))
+        chosen.append(sampler(logits, positions[:, part], tree, first))
     return (chosen[0], sums[0]) if len(chosen) == 1 else (Choices.joined(chosen), torch.cat(sums, dim=1))
 
 

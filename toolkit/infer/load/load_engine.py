@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter, SearchedShape
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.estimates import ArmTime
 from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
@@ -29,7 +28,7 @@ from toolkit.infer.load.load_draft import (
     read_corpus,
     with_target,
 )
-from toolkit.infer.load.search_file import SEARCH, Found, search_of
+from toolkit.infer.load.search_file import SEARCH, Found, Winners, search_of
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of, run_worker
 from toolkit.infer.parallel.ranks import Driver, ParallelError, RankLostError, Ranks, Worker
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
@@ -45,7 +44,7 @@ WORKER = "from toolkit.infer.load.load_engine import work; work()"  # the progra
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine with its models. draft, shape: None for plain decoding. winners: see SearchedShape; empty without."""
+    """An engine with its models. draft, shape: None for plain decoding. winners: see Winners; empty without."""
 
     engine: Engine
     target: Target
@@ -135,8 +134,11 @@ def build_engine(
     )
     if chosen.search is not None and chosen.shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
         assert ranks is None or not chosen.winners, "a search runs in one process, and holds for no other number"
-        known = chosen.search.arm_times(chosen.shape)
-        _start_from_search(engine.drafter, known, chosen.winners, lookup=config.asks_for_lookup)
+        known = chosen.search.step_costs(chosen.shape)
+        engine.drafter.choose_by(lambda most: AdaptiveShape(most, known, Winners(chosen.winners, most)))
+        if chosen.winners:
+            logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(chosen.winners))
+        logger.info("adaptive drafting starts from the times in %s", SEARCH)
     if target.device.type == "cuda" and not short_lived:
         engine.warm_up()
     return LoadedEngine(engine, target, chosen.draft, chosen.shape, chosen.adaptive, chosen.winners)
@@ -181,20 +183,11 @@ def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -
                 logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
                 return Drafting(None)
             winners, adaptive = {}, best == {ADAPTIVE}
+        elif config.asks_for_lookup:  # they were measured without it
+            winners = {}
     lookup = config.asks_for_lookup or (has_head and adaptive and config.lookup is None)
     shape = measured_shape(draft, adaptive, search, most) if shape is None else shape
     return Drafting(draft, shape, adaptive, lookup, search, winners)
-
-
-def _start_from_search(
-    drafter: AdaptiveDrafter, known: Sequence[ArmTime], winners: Mapping[str, Mapping[int, str]], *, lookup: bool
-) -> None:
-    if winners:
-        drafter.choose_by(lambda most: SearchedShape(most, known, winners, lookup=lookup))
-        logger.info("drafts by running requests, as %s found: %s", SEARCH, by_rows(winners))
-    else:
-        drafter.start_from(known)
-    logger.info("adaptive drafting starts from the times in %s", SEARCH)
 
 
 def by_rows(winners: Mapping[str, Mapping[int, str]]) -> str:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED, smaller_shapes
-from toolkit.infer.drafters.estimates import ArmTime
+from toolkit.infer.drafters.adaptive import Plan
+from toolkit.infer.drafters.estimates import StepCosts
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape, smaller_shapes
+from toolkit.infer.request.request import Request
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target
@@ -30,6 +31,7 @@ from toolkit.weights import sha256_file
 logger = get_logger(__name__)
 
 SEARCH = "search.json"
+GREEDY, SAMPLED = "greedy", "sampled"  # kinds of requests: at temperature 0, and above
 # Engine options that change times of rounds, or what is drafted.
 OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size")
 
@@ -69,13 +71,35 @@ class Found:
         """The smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
         return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in self._entries)
 
-    def arm_times(self, most: DraftShape) -> list[ArmTime]:
+    def step_costs(self, most: DraftShape) -> StepCosts:
         """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
-        return arm_times(most, self.times, [DraftShape.parse(one["shape"]) for one in self._entries])
+        return step_costs(most, self.times, [DraftShape.parse(one["shape"]) for one in self._entries])
 
     @property
     def _entries(self) -> list[Mapping[str, Any]]:
         return [one for sizes in self.best.values() for one in sizes.values()]
+
+
+class Winners:
+    """The plan of some rows: the winner of the smallest searched batch size that they do not exceed.
+
+    The choice is free (None) where adaptive drafting won, with more rows than were searched, for a kind of requests
+    that was not searched, and for rows of both kinds whose winners differ. settings: see `Found.winners`.
+    """
+
+    def __init__(self, settings: Mapping[str, Mapping[int, str]], most: DraftShape) -> None:
+        texts = {text for sizes in settings.values() for text in sizes.values()} - {PLAIN, ADAPTIVE}
+        shapes = {text: DraftShape.parse(text).within(most) for text in texts}
+        self._plans = {PLAIN: Plan()} | {text: Plan(one, one.num_draft_tokens) for text, one in shapes.items()}
+        self._settings = settings
+
+    def __call__(self, requests: Sequence[Request]) -> Plan | None:
+        kinds = {SAMPLED if one.params.temperature > 0 else GREEDY for one in requests if one.speculative}
+        found = set()
+        for sizes in (self._settings.get(kind, {}) for kind in kinds):
+            size = min((one for one in sizes if one >= len(requests)), default=None)
+            found.add(None if size is None else self._plans.get(sizes[size]))
+        return found.pop() if len(found) == 1 else None
 
 
 def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
@@ -153,7 +177,7 @@ def _differing(search: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     )
 
 
-def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[ArmTime]:
+def step_costs(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> StepCosts:
     """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from: the
     usual ones and `best`.
 
@@ -161,15 +185,16 @@ def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterab
     Shapes with parts that were not measured are left out.
     """
     shapes = dict.fromkeys([*smaller_shapes(most), *best])
-    found: list[ArmTime] = []
+    costs = StepCosts()
     for one in times:
-        found.append(ArmTime(one["batch"], None, 0.0, one["plain_s"]))
         for shape in shapes:
             draft_s = one["drafts"].get(f"{shape.num_steps},{shape.top_k}")
             verify_s = one["verifies"].get(verified(shape))
             if draft_s is not None and verify_s is not None:
-                found.append(ArmTime(one["batch"], shape, draft_s, verify_s))
-    return found
+                # Each beside a plain round of the same moment.
+                costs.add(one["batch"], None, 1, 0.0, one["plain_s"])
+                costs.add(one["batch"], shape, shape.num_draft_tokens, draft_s, verify_s)
+    return costs
 
 
 def verified(shape: DraftShape) -> str:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 from toolkit.infer.cache.cache_manager import CPU_SHARE
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, Lengths
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, Lengths, Plan
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.estimates import Arm
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import DEFAULTS, Engine
 from toolkit.infer.parallel.ranks import STOP, Driver, Message, Ranks
@@ -54,31 +53,22 @@ class RankEngine(Engine):
 
 
 class DriversShape(AdaptiveShape):
-    """Adaptive shapes chosen by the driver: the workers use its choice of the shape and of the probe steps."""
+    """Plans chosen by the driver: the workers use them and its choice of the probe steps."""
 
     def __init__(self, most: DraftShape, ranks: Ranks) -> None:
         super().__init__(most)
         self._ranks = ranks
 
-    def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Arm:
-        def decide() -> tuple[Arm, bool, list[int]]:
-            arm = super(DriversShape, self).choose(requests, lookup)
-            return arm, self.probe_due, self.depths
+    def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Plan:
+        def decide() -> tuple[Plan, bool]:
+            return super(DriversShape, self).choose(requests, lookup), self.probe_due
 
-        arm, self.probe_due, self.depths = self._ranks.agree(decide)
-        return arm
+        plan, self.probe_due = self._ranks.agree(decide)
+        return plan
 
-    def record(
-        self,
-        requests: Sequence[Request],
-        arm: Arm,
-        ranks: Sequence[Sequence[int]],
-        draft_s: float,
-        verify_s: float,
-        timed: bool = True,
-    ) -> None:
+    def record(self, *result: Any, **more: Any) -> None:
         if self._ranks.rank == 0:
-            super().record(requests, arm, ranks, draft_s, verify_s, timed)
+            super().record(*result, **more)
 
 
 class DriverEngine(RankEngine):

@@ -11,7 +11,7 @@ than its child's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -127,6 +127,20 @@ def candidate_count(num_steps: int, top_k: int) -> int:
     return top_k + (num_steps - 1) * top_k**2
 
 
+def smaller_shapes(most: DraftShape) -> list[DraftShape]:
+    """Return `most`, trees of half its depth or width, and chains, about ten shapes at most."""
+    steps, k, nodes = most.num_steps, most.top_k, most.num_draft_tokens
+    found = [most]
+    for width in sorted({k, max(2, k // 2)} if k > 1 else (), reverse=True):
+        for depth in sorted({steps, (steps + 1) // 2}, reverse=True):
+            share = depth * width / (steps * k)  # fewer nodes for a smaller tree
+            wanted = max(depth + 1, round((nodes - 1) * share) + 1)
+            found.append(DraftShape(depth, width, min(wanted, nodes, candidate_count(depth, width) + 1)))
+    deepest = min(steps, nodes - 1)
+    found += [DraftShape.chain(depth) for depth in (deepest, *(12, 8, 6, 4, 3, 2, 1)) if depth <= deepest]
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True)
 class Proposal:
     """The distributions that the drafts of chains were sampled from.
@@ -171,6 +185,17 @@ class DraftTree:
     @property
     def nodes(self) -> int:
         return self.tokens.shape[1]
+
+    def first_nodes(self, counts: Sequence[int]) -> DraftTree:
+        """Return the trees of the first counts[b] nodes of each row."""
+        most = min(max(counts), self.nodes)
+        kept = node_numbers(most, self.tokens.device) < upload(counts, self.tokens.device)[:, None]
+        tokens, parents, depths, valid = (x[:, :most] for x in (self.tokens, self.parents, self.depths, self.valid))
+        mask, proposal = without_padding(self.mask[:, :most, :most], valid & kept), self.proposal
+        if proposal is not None:
+            proposal = None if most == 1 else replace(proposal, q=proposal.q[:, : most - 1])
+        deepest = min(self.deepest, most - 1)
+        return DraftTree(tokens, parents, depths, mask, valid & kept, deepest, self.is_chain, proposal)
 
 
 def root_only(roots: Tensor) -> DraftTree:
