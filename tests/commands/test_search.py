@@ -13,7 +13,6 @@ from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
 from tests.conftest import train_tokenizer
 from toolkit import cli
 from toolkit.bench.records import read_record
-from toolkit.commands.model_arguments import load_from
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
@@ -121,28 +120,22 @@ def test_search_and_what_starts_from_it(
 
 
 @pytest.mark.slow
-def test_two_searches_and_the_commands_that_use_them(
+def test_two_searches_are_kept_side_by_side(
     draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The printed commands are parsed and loaded: each starts from what the search says that it starts from."""
-    line = ["search", "--draft", str(draft), "--dtype", "float32", *SMALL, "--out", "s.json"]
+    """Greedy and sampled requests of other batch sizes; an engine starts from both."""
+    line = ["search", "--draft", str(draft), *SMALL, "--out", "s.json"]
     assert cli.main(line) == 0
-    greedy = capsys.readouterr().out.splitlines()
-    assert "requests that state no temperature are sampled at 1 here, and drafted adaptively" in "\n".join(greedy)
-    commands = [one.split() for one in greedy if one.startswith("  toolkit ")]
-    assert [one[1] for one in commands] == ["serve", "chat", "bench", "search"]
-    assert cli.main([*commands[3][1:], *SMALL, "--batch", "4", "--out", "s.json"]) == 0
-    sampled = capsys.readouterr().out.splitlines()
-    now = [one.split() for one in sampled if one.startswith("  toolkit ")]
-    assert [one[1] for one in now] == ["serve", "chat", "bench"] and "more than 4 requests run" in "\n".join(sampled)
+    out = capsys.readouterr().out
+    assert "start from search.json on this machine, for greedy requests" in out
+    assert "requests that state no temperature are sampled at 1 here" in out
+    assert cli.main([*line, "--temperature", "1", "--batch", "4"]) == 0
+    assert "for sampled, verify target requests" in capsys.readouterr().out
     found = json.loads(Path("ckpt/search.json").read_text())["found"]
-    assert [*found["greedy"], *found["sampled, verify target"]] == ["1", "4"]
+    assert {kind: list(sizes) for kind, sizes in found.items()} == {"greedy": ["1"], "sampled, verify target": ["4"]}
     caplog.clear()
-    for command in (commands[0], commands[1], now[0], now[1]):
-        args = cli.command_parser(command[1])[1](command[2:])
-        load_from(args, max_running_requests=1).engine.close()
-        assert "not used" not in caplog.text and "search.json" in caplog.text, command
-        caplog.clear()
+    load_engine(EngineConfig(draft=str(draft))).engine.close()
+    assert "not used" not in caplog.text and "search.json" in caplog.text
 
 
 @pytest.mark.slow
