@@ -10,7 +10,7 @@ import pytest
 from toolkit.errors import PlanError
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.launch import draft_schedule, launch_lines
-from toolkit.plan.model_size import Cache, DraftCost, ModelSize
+from toolkit.plan.model_size import Attention, Cache, DraftCost, ModelSize
 from toolkit.plan.step_time import (
     GPUS,
     Costs,
@@ -21,11 +21,18 @@ from toolkit.plan.step_time import (
 )
 
 GPU = GPUS["H100"]
-DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, Cache(128 * 1024, 8, 5e5, 5e5))
+
+
+def attention(token_bytes, shards, flops) -> Cache:
+    """All layers as one; prefill costs a tenth where decoding is expensive, as in latent attention."""
+    return Cache((Attention(1, token_bytes, flops, min(flops, 5e5)),), shards)
+
+
+DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, attention(128 * 1024, 8, 5e5))
 SPARSE = ModelSize(
-    "sparse", 4096, 32, 32, 10e9, 0.5e9, 0.5e9, Cache(64 * 1024, 1, 5e6, 5e5), 8, 160e9, 128, 8, moe_layers=32
+    "sparse", 4096, 32, 32, 10e9, 0.5e9, 0.5e9, attention(64 * 1024, 1, 5e6), 8, 160e9, 128, 8, moe_layers=32
 )
-HEAD = ModelSize("head", 4096, 32, 1, 0.25e9, 0.1e9, 0.0, Cache(4096, 8, 2e4, 2e4))
+HEAD = ModelSize("head", 4096, 32, 1, 0.25e9, 0.1e9, 0.0, attention(4096, 8, 2e4))
 DRAFT = DraftCost("eagle3", HEAD, {1: 1.7, 3: 2.4, 7: 2.6}, "as stated", "HEAD")
 
 

@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.bootstrap import RESAMPLES
-from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, ceiling_of, recommended_row, shape_text, tabulate
@@ -39,31 +37,6 @@ from toolkit.targets.target import Target, describe_target
 from toolkit.weights import sha256_file, sha256_json
 
 ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
-
-DEFINITIONS = {
-    "accept_length": "tokens committed per verify step that drafted, bonus token included; truncated steps are not "
-    "counted, nor plain steps, of which adaptive drafting and n-gram lookup have some",
-    "drafted_share": "share of all steps in which something was drafted; the other steps decode plainly",
-    "interval": f"95 % percentile bootstrap over prompts (all turns of a prompt together), {RESAMPLES} resamples",
-    "accept_rate": "share of the verify steps that reached depth i and accepted it (conditional)",
-    "accept_rate_unconditional": "share of all verify steps that offered depth i and accepted it",
-    "tokens_per_s": "tokens of the decode phase / its seconds; prefill and the first token are excluded from both",
-    "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the decode time of plain / that of this mode",
-    "speedup_with_prefill": "the same with prefill and first tokens included for both modes",
-    "tokens_equal": "every answer equals plain decoding's, or first differs at a near-tie; null: not compared, or some "
-    "differ and are not judged",
-    "identical": "answers that are plain decoding's; the others are near_ties, unequal or not_judged",
-    "not_judged": "sampled answers in 16 bits that differ, which rounding may explain or not",
-    "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the distribution "
-    "equals plain decoding's",
-    "near_ties": NOISE_RULE,
-    "forced_accept_length": "drafts were accepted by chance to this accept_length, whatever the target said: only "
-    "times mean anything; settings.forced_accept_rate: the conditional rates by depth",
-    "shallow_steps": "steps whose drafts were not as deep as the forced rates, so that they accepted less",
-    "ceiling": "perfect drafts: a chain of `drafts` tokens of plain decoding's answer in every step, without a head: "
-    "what this engine can gain from drafts of that depth",
-    "times": "decode phase of each group of prompts that were decoded together, all turns; for comparisons of records",
-}
 
 
 def measure_acceptance(
@@ -134,7 +107,6 @@ def measure_acceptance(
         ceiling=None if perfect is None else ceiling_of(rounds, perfect),
         target=measured_target(target),
         draft=describe_draft(draft),
-        definitions=DEFINITIONS,
     )  # fmt: skip
 
 
@@ -264,8 +236,7 @@ def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, An
 
 
 def measured_target(target: Target) -> dict[str, Any]:
-    noise = logit_noise(target.dtype, 1.0)
-    return {**describe_target(target), "weight_bits": target.weight_bits, "noise_per_unit_of_logit": noise}
+    return {**describe_target(target), "weight_bits": target.weight_bits}
 
 
 def describe_draft(draft: Draft) -> dict[str, Any]:

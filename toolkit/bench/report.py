@@ -99,7 +99,7 @@ def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values of the settings, the provenance and the definitions."""
+    """Return names and values of the settings and the provenance."""
     hardware, settings = record["hardware"] or {}, record["settings"]
     memory = hardware.get("memory_bytes")
     machine = ", ".join(filter(None, (
@@ -124,7 +124,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if record["token_map"]:
         facts.append(("token map", _pairs({key: value for key, value in record["token_map"].items() if key != "rows"})))
     facts += [(f"stage {stage['stage']}", _stage(stage)) for stage in record["stages"]]
-    return facts + list((record.get("definitions") or {}).items())
+    return facts
 
 
 def _stage(stage: Mapping[str, Any]) -> str:

@@ -118,7 +118,6 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
         **_speed(rounds, mode, task),
-        **_parts(answers),
         **_equality(None if judged is None else len(answers), [found.near_tie for found in parted]),
     }
 
@@ -126,11 +125,10 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
 def _equality(answers: int | None, near: Sequence[bool | None]) -> dict[str, Any]:
     """Return how many answers are plain decoding's. near: of each that parts; answers: None if none was compared."""
     if answers is None:
-        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal", "not_judged"))
+        return dict.fromkeys(("tokens_equal", "near_ties", "unequal", "not_judged"))
     unequal, not_judged = near.count(False), near.count(None)
     return {
         "tokens_equal": None if not_judged and not unequal else not unequal,
-        "identical": answers - len(near),
         "near_ties": near.count(True),
         "unequal": unequal,
         "not_judged": not_judged,
@@ -155,15 +153,13 @@ def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | N
     """Return speeds and times of one task; None if a batch mixed it with other tasks, whose times are not separable."""
     ours, plain = (_clock(rounds, one, task) for one in (mode, PLAIN))
     if ours is None or plain is None:
-        names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_with_prefill")
+        names = ("tokens_per_s", "plain_tokens_per_s", "speedup")
         return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
     speed, plain_speed = ours["decode_tokens"] / ours["decode_s"], plain["decode_tokens"] / plain["decode_s"]
-    with_prefill = [clock["tokens"] / (clock["decode_s"] + clock["prefill_s"]) for clock in (ours, plain)]
     return {
         "tokens_per_s": speed,
         "plain_tokens_per_s": plain_speed,
         "speedup": speed / plain_speed,
-        "speedup_with_prefill": with_prefill[0] / with_prefill[1],
         "decode_s": ours["decode_s"],
         "plain_decode_s": plain["decode_s"],
         "prefill_s": ours["prefill_s"],
@@ -173,7 +169,7 @@ def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | N
 
 def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | None:
     """Return sums over the rounds of one mode; None for mixed rounds, and when only first tokens were decoded."""
-    sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0, "tokens": 0}
+    sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0}
     for done in (done for done in rounds if done.mode == mode):
         tasks = {answer.question.prompt.task for answer in done.answers}
         if task != ALL and task not in tasks:
@@ -183,17 +179,7 @@ def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | 
         sums["prefill_s"] += done.prefill_s
         sums["decode_s"] += done.decode_s
         sums["decode_tokens"] += done.decode_tokens
-        sums["tokens"] += sum(len(answer.output_ids) for answer in done.answers)
     return sums if sums["decode_tokens"] > 0 and sums["decode_s"] > 0 else None
-
-
-def _parts(answers: Iterable[LoggedAnswer]) -> dict[str, float]:
-    """Return seconds by part of the steps. An event has the seconds of its batch, so they are divided by its size."""
-    events = [event for answer in answers for event in answer.events]
-    return {
-        name: sum(getattr(event, name) / event.batch for event in events)
-        for name in ("draft_s", "verify_s", "commit_s")
-    }
 
 
 def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
@@ -204,13 +190,9 @@ def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
         "question_id": answer.question.prompt.question_id,
         "turn": answer.question.turn,
         "task": answer.question.prompt.task,
-        "prompt_tokens": len(answer.question.prompt_ids),
         "tokens": len(answer.output_ids),
         "verify_steps": stats.verify_steps,
-        "truncated_steps": stats.truncated_steps,
         "accepted": stats.accepted,
-        "accept_length": number(stats.accept_length),
-        "accepted_by_step": [event.accepted for event in answer.events if event.offered > 0],
     }
 
 

@@ -14,7 +14,7 @@ from toolkit.plan.step_time import GPUS, Costs, Layout, prefill_s, round_s
 SOURCES = {
     "mtp": "SGLang's MTP report, lmsys.org/blog/2025-07-17-mtp. Its accept_length of 1 draft is not published: 1.72 "
     "follows from 2.18 and 2.44. Of the large deployment's 128 GPUs 96 decode (12 of 16 nodes); that it overlaps two "
-    "batches, and 32 redundant experts in both deployments, is assumed. Its drafts are without overlapped scheduling",
+    "batches is assumed. Its drafts are without overlapped scheduling",
     "ep": "SGLang's large-scale EP report, lmsys.org/blog/2025-05-05-large-scale-ep; one batch: by its gain of 25.5 %",
     "docs": "SGLang's documentation of speculative decoding",
     "bundle": "SpecBundle's raw results, batch 1, MT-Bench; the GPU is taken to be an H200 by its plain speed, and "
@@ -66,12 +66,12 @@ def _decoded(costs: Costs, gpu: str, layout: Layout, requests: int, drafts: int,
 
 def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
     """In the middle of 4,096 tokens after a prompt of 65,536, with 2 requests per rank."""
-    return _decoded(costs, "H200", Layout(16, True, redundant=32), 2, drafts, 65_536 + 2_048, overlap)
+    return _decoded(costs, "H200", Layout(16, True), 2, drafts, 65_536 + 2_048, overlap)
 
 
 def _large(costs: Costs, gpu: str, gpus: int, requests: int, drafts: int = 0, two_batches: bool = True) -> float:
     """In the middle of 100 tokens after a prompt of 2,000; the H100 deployment overlaps scheduling."""
-    layout = Layout(gpus, True, redundant=32, two_batches=two_batches)
+    layout = Layout(gpus, True, two_batches=two_batches)
     return _decoded(costs, gpu, layout, requests, drafts, 2_050, overlap=gpu == "H100")
 
 

@@ -59,31 +59,39 @@ GPUS = {
         Gpu("L40S", 48 * GB, 0.864 * TB, 362 * TFLOPS, 733 * TFLOPS, 32 * GB, 25 * GB),
     )
 }
-# Fields that users may give, in the units of data sheets: field -> factor.
-UNITS = {"memory": GB, "bandwidth": GB, "flops": TFLOPS, "flops_8": TFLOPS, "link": GB, "network": GB}
-NEEDED = ("memory", "bandwidth", "flops")
+
+# Figures that users may give, in the units of data sheets: name -> field of a Gpu, factor, unit.
+FIGURES = {
+    "memory": ("memory", GB, "GB"),
+    "bandwidth": ("bandwidth", GB, "GB/s"),
+    "tflops": ("flops", TFLOPS, "TFLOPS of bf16, dense"),
+    "link": ("link", GB, "GB/s to a GPU of the same node, one way"),
+    "network": ("network", GB, "GB/s to other nodes, a GPU"),
+}
+NEEDED = ("memory", "bandwidth", "tflops")
 
 
-def gpu_named(name: str, stated: dict[str, float] | None = None) -> Gpu:
-    """Return a GPU of the table, or another one. `stated` figures (GB, GB/s, TFLOPS) override those of the table.
+def gpu_named(name: str, stated: Mapping[str, float | None] | None = None) -> Gpu:
+    """Return a GPU of the table, or another one. `stated` figures, by FIGURES, override those of the table.
 
     Raises `PlanError` for figures that are not above 0, and when an unknown GPU lacks figures.
     """
-    own: dict[str, Any] = {key: value * UNITS[key] for key, value in (stated or {}).items()}
-    wrong = [key for key, value in own.items() if value <= 0]
-    if wrong:
+    given = {figure: value for figure, value in (stated or {}).items() if value is not None}
+    if wrong := [figure for figure, value in given.items() if value <= 0]:
         raise PlanError(f"{', '.join(wrong)} of the GPU must be above 0")
+    own: dict[str, Any] = {FIGURES[figure][0]: value * FIGURES[figure][1] for figure, value in given.items()}
     known = next((gpu for key, gpu in GPUS.items() if key.lower() == name.lower()), None)
     if known is not None:
         return replace(known, **own)
-    lacking = [key for key in NEEDED if key not in own]
-    if lacking:
+    if lacking := [figure for figure in NEEDED if figure not in given]:
         raise PlanError(
             f"GPU {name!r} is not in the table ({', '.join(GPUS)}); give --gpu-memory GB, --gpu-bandwidth GB/s and "
             f"--gpu-tflops of bf16 (missing: {', '.join(lacking)})"
         )
     return Gpu(name, **{"flops_8": None, "link": 32 * GB, **own})
 
+
+NODE = 8  # GPUs of a machine
 
 # Below this many rows per rank, two batches are slower than one (SGLang's large-scale EP report, ablation study).
 TWO_BATCH_ROWS = 64
@@ -122,15 +130,13 @@ class Layout:
     """The parallel layout of one engine on `gpus` GPUs.
 
     data_parallel: attention is replicated, each GPU serves its own requests, and experts are distributed over all GPUs;
-    otherwise all tensors are split over all GPUs (tensor parallel). node: GPUs per node. redundant: additional copies
-    of experts. two_batches: one half of a rank's requests computes while the rows of the other half are exchanged
-    (SGLang's two-batch overlap); each half reads the weights and has the fixed times.
+    otherwise all tensors are split over all GPUs (tensor parallel). two_batches: one half of a rank's requests computes
+    while the rows of the other half are exchanged (SGLang's two-batch overlap); each half reads the weights and has the
+    fixed times.
     """
 
     gpus: int
     data_parallel: bool = False
-    node: int = 8
-    redundant: int = 0
     two_batches: bool = False
 
     @property
@@ -150,9 +156,8 @@ class Layout:
 
 def weight_bytes(size: ModelSize, layout: Layout) -> float:
     """Return the bytes of weights on one GPU; a shared output matrix counts for the target only."""
-    copies = 1 + (layout.redundant / size.n_experts if size.n_experts and layout.data_parallel else 0)
     dense = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
-    return dense / layout.split + size.expert_bytes * copies / layout.gpus
+    return dense / layout.split + size.expert_bytes / layout.gpus
 
 
 def cache_bytes(size: ModelSize, layout: Layout, context: float) -> float:
@@ -194,10 +199,10 @@ def _exchange_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: f
         return 0.0
     if layout.data_parallel:
         away, fixed = size.moe_layers * rows * size.chosen * width * 3, size.moe_layers * costs.exchange_s
-        if n <= layout.node:
+        if n <= NODE:
             return fixed + away / (gpu.link * costs.link_share)
-        return fixed + away * (1 - layout.node / n) / (gpu.network * costs.network_share)
-    speed = gpu.link * costs.ring_share if n <= layout.node else gpu.network * costs.network_share
+        return fixed + away * (1 - NODE / n) / (gpu.network * costs.network_share)
+    speed = gpu.link * costs.ring_share if n <= NODE else gpu.network * costs.network_share
     return size.layers * 2 * (costs.sum_s + 2 * (n - 1) / n * rows * width * 2 / speed)
 
 
@@ -233,37 +238,23 @@ def round_s(
 def prefill_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, tokens: float) -> float:
     """Return the seconds of prefill for one prompt per rank, on all ranks at the same time.
 
-    Full attention computes half of a causal square. Sliding layers (window w) compute half of a square of w, and w keys
-    per further token. prefill_share includes the communication of experts; tensor-parallel all-reduces are added.
+    prefill_share includes the communication of experts; tensor-parallel all-reduces are added.
     """
     linear = 2 * (size.active - size.head) * tokens / gpu.rate(size.bits)
-    window = min(tokens, size.cache.window)
-    sliding = tokens * window - window * window / 2
-    pairs = size.cache.prefill_flops * tokens * tokens / 2 + size.cache.window_flops * sliding
+    pairs = size.cache.prefill_operations(tokens)
     sums = 0.0 if layout.data_parallel else _exchange_s(size, gpu, layout, costs, tokens)
     return (linear + pairs / gpu.flops) / layout.split / costs.prefill_share + sums
 
 
-def calibrated(
-    size: ModelSize,
-    gpu: Gpu,
-    layout: Layout,
-    costs: Costs,
-    step_s: Mapping[int, float],
-    *,
-    context: float,
-    overlap: bool = True,
-) -> Costs:
+def calibrated(size: ModelSize, gpu: Gpu, layout: Layout, step_s: Mapping[int, float], context: float) -> Costs:
     """Return costs whose fixed time per layer makes plain steps of `layout` as long as measured.
 
     step_s: measured seconds of a step, by requests per rank; several measurements are averaged.
     Raises `PlanError` when a measured step is shorter than the time of its reads and computations.
     """
-    bare, rest = replace(costs, layer_s=0.0), []
+    bare, rest = Costs(layer_s=0.0), []
     for requests, seconds in step_s.items():
-        shortest = round_s(
-            size, None, gpu, layout, bare, requests=requests, drafts=0, context=context, overlap=overlap
-        )  # fmt: skip
+        shortest = round_s(size, None, gpu, layout, bare, requests=requests, drafts=0, context=context)
         if seconds < shortest:
             raise PlanError(
                 f"the step of {1000 * seconds:.3g} ms with {requests} request(s) per rank is shorter than its reads "
@@ -271,4 +262,4 @@ def calibrated(
                 "give a step that was measured with this model, GPU and layout"
             )
         rest.append(seconds - shortest)
-    return replace(costs, layer_s=sum(rest) / len(rest) / size.layers)
+    return Costs(layer_s=sum(rest) / len(rest) / size.layers)
