@@ -29,8 +29,8 @@ def rounds_of(plain, speculative, plain_s=2.0, speculative_s=1.0):
     """One round of one answer each, with made-up clocks."""
     out = []
     for before, after in zip(plain, speculative, strict=True):
-        out.append(Round("plain", (before,), 0.5, plain_s, len(before.output_ids) - 1))
-        out.append(Round(CHAIN.name, (after,), 0.5, speculative_s, len(after.output_ids) - 1))
+        out.append(Round("plain", (before,), plain_s, len(before.output_ids) - 1))
+        out.append(Round(CHAIN.name, (after,), speculative_s, len(after.output_ids) - 1))
     return out
 
 

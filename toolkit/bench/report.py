@@ -78,7 +78,7 @@ def write_page(path: Path, data: RunData) -> None:
 def _environment() -> Environment:
     made = Environment(autoescape=True)
     of_rows = ("decimal", "equal_text", "fixed_name", "length_text", "rates_text", "shape_name", "share_text")
-    of_records = ("cost_line", "drafted_line", "forced_text", "outcome_line", "prompts_phrase", "verdict_line")
+    of_records = ("drafted_line", "forced_text", "outcome_line", "prompts_phrase", "verdict_line")
     for name in (*of_rows, "speedup_text", "times", *of_records):
         made.filters[name] = getattr(table, name)
     made.tests["slower"] = is_slower

@@ -74,8 +74,7 @@ def ceiling_of(rounds: Sequence[Round], depth: int) -> dict[str, Any]:
     """Return what perfect drafts of `depth` tokens gain: accept_length, speed and speedup over all prompts."""
     stats = summarise(event for answer in _answers(rounds, PERFECT) for event in answer.events)
     speed = _speed(rounds, PERFECT, ALL)
-    kept = ("tokens_per_s", "speedup", "decode_s", "prefill_s")
-    return {"drafts": depth, "accept_length": number(stats.accept_length), **{key: speed[key] for key in kept}}
+    return {"drafts": depth, "accept_length": number(stats.accept_length), **speed}
 
 
 def _forced(rounds: Sequence[Round], mode: str, task: str, forced: ForcedAcceptance) -> dict[str, Any]:
@@ -150,36 +149,25 @@ def _interval(answers: Sequence[LoggedAnswer]) -> list[float | None]:
 
 
 def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | None]:
-    """Return speeds and times of one task; None if a batch mixed it with other tasks, whose times are not separable."""
-    ours, plain = (_clock(rounds, one, task) for one in (mode, PLAIN))
-    if ours is None or plain is None:
-        names = ("tokens_per_s", "plain_tokens_per_s", "speedup")
-        return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
-    speed, plain_speed = ours["decode_tokens"] / ours["decode_s"], plain["decode_tokens"] / plain["decode_s"]
-    return {
-        "tokens_per_s": speed,
-        "plain_tokens_per_s": plain_speed,
-        "speedup": speed / plain_speed,
-        "decode_s": ours["decode_s"],
-        "plain_decode_s": plain["decode_s"],
-        "prefill_s": ours["prefill_s"],
-        "plain_prefill_s": plain["prefill_s"],
-    }
+    """Return the speeds of one task; None if a batch mixed it with other tasks, whose times are not separable."""
+    speed, plain = (_tokens_per_s(rounds, one, task) for one in (mode, PLAIN))
+    if speed is None or plain is None:
+        return dict.fromkeys(("tokens_per_s", "plain_tokens_per_s", "speedup"))
+    return {"tokens_per_s": speed, "plain_tokens_per_s": plain, "speedup": speed / plain}
 
 
-def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | None:
-    """Return sums over the rounds of one mode; None for mixed rounds, and when only first tokens were decoded."""
-    sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0}
+def _tokens_per_s(rounds: Iterable[Round], mode: str, task: str) -> float | None:
+    """Return the decode speed of one mode; None for mixed rounds, and when only first tokens were decoded."""
+    seconds, tokens = 0.0, 0
     for done in (done for done in rounds if done.mode == mode):
         tasks = {answer.question.prompt.task for answer in done.answers}
         if task != ALL and task not in tasks:
             continue
         if task != ALL and len(tasks) > 1:
             return None
-        sums["prefill_s"] += done.prefill_s
-        sums["decode_s"] += done.decode_s
-        sums["decode_tokens"] += done.decode_tokens
-    return sums if sums["decode_tokens"] > 0 and sums["decode_s"] > 0 else None
+        seconds += done.decode_s
+        tokens += done.decode_tokens
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
 
 
 def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:

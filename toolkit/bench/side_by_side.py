@@ -196,14 +196,13 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
             requests.append(engine.add_request(question.prompt_ids, params, speculative=mode.shape is not None))
         except PromptTooLongError as error:
             raise BenchError(f"prompt {question.prompt.question_id}, turn {question.turn}: {error}") from error
-    prefill_s = decode_s = 0.0
+    decode_s = 0.0
     while engine.has_work():
         fresh = [request for request in requests if not request.output_ids]
         engine.step()
         now = time.perf_counter()
         # A step prefills waiting prompts before it decodes, so its last first token separates the two phases.
         first = max((request.first_token_at for request in fresh if request.first_token_at is not None), default=clock)
-        prefill_s += first - clock
         decode_s += now - first
         clock = now
     decode_tokens = sum(len(request.output_ids) - 1 for request in requests)
@@ -211,7 +210,7 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
         LoggedAnswer(question, tuple(request.output_ids), tuple(request.events))
         for question, request in zip(questions, requests, strict=True)
     )
-    return Round(mode.name, answers, prefill_s, decode_s, decode_tokens)
+    return Round(mode.name, answers, decode_s, decode_tokens)
 
 
 logger = get_logger(__name__)
@@ -240,13 +239,11 @@ class LoggedAnswer:
 class Round:
     """One mode's answers to a group of questions that were decoded together.
 
-    prefill_s: seconds until the first token of each answer. decode_s: all other seconds. decode_tokens: the tokens
-    written in decode_s, that is all but the first token of each answer.
+    decode_s: seconds after the first token of each answer. decode_tokens: the tokens written in them.
     """
 
     mode: str
     answers: tuple[LoggedAnswer, ...]
-    prefill_s: float
     decode_s: float
     decode_tokens: int
 
@@ -309,8 +306,7 @@ def _row(done: Round) -> dict[str, Any]:
         }
         for answer in done.answers
     ]
-    times = {"prefill_s": done.prefill_s, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens}
-    return {"mode": done.mode, **times, "answers": answers}
+    return {"mode": done.mode, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens, "answers": answers}
 
 
 def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Sampling) -> Round:
@@ -320,7 +316,7 @@ def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Samp
         question = Question(prompt, turn, tuple(kept["prompt_ids"]), sampling.params(prompt, turn))
         events = tuple(VerifyEvent(*event) for event in kept["events"])
         answers.append(LoggedAnswer(question, tuple(kept["output_ids"]), events))
-    return Round(row["mode"], tuple(answers), row["prefill_s"], row["decode_s"], row["decode_tokens"])
+    return Round(row["mode"], tuple(answers), row["decode_s"], row["decode_tokens"])
 
 
 TOKENS_AGAIN = 3  # most tokens that one of an answer is in the next prompt: incomplete characters are read as U+FFFD
