@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
+from toolkit.bench.acceptance import best_row, measure_acceptance
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
 from toolkit.bench.report import RunData, write_page
@@ -110,16 +110,3 @@ def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft,
     row = best_row(record)
     assert row["tokens_equal"] is False and row["unequal"] == 4 and len(record["divergences"]) == 4
     assert all(found["speculative_logit"] < found["plain_logit"] for found in record["divergences"])
-
-
-def test_summary_for_the_draft_directory_names_the_best_shape(record):
-    """`toolkit serve` starts with the shape that was fastest."""
-    summary = measured_summary(record)
-    assert summary["best_shape"] == "4,4,16" and len(summary["rows"]) == 2
-    assert DraftShape.parse(summary["best_shape"]).name == "tree 4x4/16"
-    assert "adaptive_shape" not in summary
-    adaptive = {"shape": "adaptive", "num_steps": 7, "num_draft_tokens": 32, "speedup": 9.9}
-    record["rows"].insert(0, record["rows"][0] | adaptive | {"top_k": 8})
-    summary = measured_summary(record)
-    assert (summary["best_shape"], summary["adaptive_shape"]) == ("4,4,16", "7,8,32")
-    assert len(summary["rows"]) == 3

@@ -75,30 +75,3 @@ def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
     ):
         found = tabulate(rounds_of(*runs), [CHAIN], BF16_TARGET, temperature, deterministic=deterministic)
         assert tuple(found["rows"][0][name] for name in counts) == wanted
-
-
-def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
-    """tokens_equal survives a near-tie and not an error; both logits are in the record."""
-    plain, speculative = two_tasks
-    other = answer("1", "math", [10, 11, 30, 31], speculative[0].events)
-    seen = []
-
-    def logits(target, ids):
-        seen.append(list(ids))
-        row = torch.zeros(40)
-        row[12], row[30] = 16.0, 15.75
-        return row
-
-    monkeypatch.setattr(rows_module, "plain_logits", logits)
-    found = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], BF16_TARGET, 0.0)
-    assert seen == [[5, 10, 11]]
-    assert [(row["tokens_equal"], row["near_ties"], row["unequal"]) for row in found["rows"]] == [
-        (True, 1, 0),
-        (True, 1, 0),
-        (True, 0, 0),
-    ]
-    (divergence,) = found["divergences"]
-    assert (divergence["position"], divergence["plain_logit"], divergence["speculative_logit"]) == (2, 16.0, 15.75)
-    exact = types.SimpleNamespace(dtype=torch.float32)
-    row = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], exact, 0.0)["rows"][0]
-    assert (row["tokens_equal"], row["near_ties"], row["unequal"]) == (False, 0, 1)

@@ -46,7 +46,9 @@ def with_adaptive(record, adaptive, chain, tree):
 def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, says, recommended):
     """A newcomer types what the last lines say; a slower server would be the first thing seen."""
     assert says in outcome_line(with_adaptive(record, *speedups))
-    assert measured_summary(record)["recommended"] == recommended
+    summary = measured_summary(record)
+    assert summary["recommended"] == recommended
+    assert (summary["best_shape"], summary["adaptive_shape"]) == ("4,1,5", "4,4,16")
 
 
 def test_what_lookup_adds_is_not_the_heads(record):

@@ -15,7 +15,7 @@ from toolkit import cli
 from toolkit.bench.records import read_record
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
-from toolkit.infer.request.params import SamplingParams
+from toolkit.weights import read_json
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
 SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
@@ -47,42 +47,23 @@ def test_forecast_prints_tables(draft: Path, capsys: pytest.CaptureFixture[str])
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
 
 
-@pytest.fixture
-def rollouts(draft: Path) -> list[dict]:
-    """Greedy answers of the draft's target; the second row has an earlier answer."""
-    loaded = load_engine(EngineConfig(draft=str(draft)))
-    engine, target, rows = loaded.engine, loaded.target, []
-    for prompt in ([7, 8, 9], [20, 21, 22, 23, 24, 25]):
-        answer = engine.generate([prompt], SamplingParams(max_tokens=12), speculative=False)[0].output_ids
-        spans = [[len(prompt), len(prompt) + len(answer)]]
-        rows.append(
-            {
-                "id": f"row-{len(rows)}", "messages": [{"role": "user", "content": "words"}],
-                "input_ids": [*prompt, *answer], "response_spans": [[2, 3], *spans] if rows else spans,
-                "provenance": {"target": target.name, "temperature": 0.0},
-            }
-        )  # fmt: skip
-    engine.close()
-    return rows
-
-
-def written(rows: list[dict]) -> str:
-    Path("rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return "rollouts.jsonl"
-
-
-def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_of_rollouts(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last answer of each row is replayed, and nothing is decoded; tests/bench has the values."""
-    sizes = ["--num-steps", "2", "--num-draft-tokens", "4", "--top-k", "2", "--out", "f.json"]
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts), *sizes]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "2 prompts, 2 answers of at most 12 tokens, temperature 0" in out
+    target = read_json(draft / "config.json")["toolkit"]["target"]["name"]
+    row = {
+        "messages": [{"role": "user", "content": "words"}], "input_ids": [*range(5, 25)],
+        "response_spans": [[2, 3], [8, 20]], "provenance": {"target": target, "temperature": 0.0},
+    }  # fmt: skip
+    Path("rollouts.jsonl").write_text("".join(json.dumps(row | {"id": name}) + "\n" for name in "ab"))
+    line = ["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *SMALL[4:], "--out", "f.json"]
+    assert cli.main(line) == 0
+    assert "2 prompts, 2 answers of at most 12 tokens, temperature 0" in " ".join(capsys.readouterr().out.split())
     record = read_record("f.json", "forecast")
-    assert record["settings"]["rollouts"] == "rollouts.jsonl" and "seed" not in record["settings"]
-    tokens = [end - start for start, end in (row["response_spans"][-1] for row in rollouts)]
-    assert all(0 < row["verify_steps"] <= sum(tokens) - 2 for row in record["rows"])
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *sizes, "--limit", "1"]) == 0
-    assert read_record("f.json")["answers"] == 1
+    assert record["settings"]["rollouts"] == "rollouts.jsonl" and record["rows"][0]["verify_steps"] > 0
+    assert cli.main([*line, "--limit", "1"]) == 0 and read_record("f.json")["answers"] == 1
+    capsys.readouterr()
+    assert cli.main([*line, "--temperature", "1"]) == 2
+    assert "--temperature is for answers that are written here" in capsys.readouterr().err
 
 
 def test_search_and_what_starts_from_it(

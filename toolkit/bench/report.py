@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from toolkit.bench import table
 from toolkit.bench.records import RecordError, command_line, make_record, read_record, write_record
@@ -277,7 +277,7 @@ def _coverage(token_map: dict[str, Any]) -> str:
     if len(axis.get_lines()) > 1:
         axis.legend(loc="lower right")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
+    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     size, coverage = token_map["size"], token_map["coverage"]
@@ -329,15 +329,6 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
     axis.grid(True, axis="x")
     axis.tick_params(axis="y", labelsize=10, labelcolor=INK)
     return _svg(figure, "Tokens per second of plain decoding and of each draft shape")
-
-
-def octaves(sizes: Sequence[int], most: int) -> list[int]:
-    """Return powers of two from the smallest to the largest size; every 2nd or 4th if there are more than `most`."""
-    powers = [1 << bits for bits in range((sizes[0] - 1).bit_length(), sizes[-1].bit_length())]
-    stride = 1
-    while len(powers[::stride]) > most:
-        stride *= 2
-    return powers[::stride]
 
 
 def _svg(figure: Figure, description: str) -> str:
