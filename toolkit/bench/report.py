@@ -215,7 +215,7 @@ def _training(
         axis = axes.pop(0)
         steps = [row["step"] for row in forecasts]
         lengths = [row["forecast_accept_length"] for row in forecasts]
-        axis.plot(steps, lengths, color=COLOURS[1], marker="o")
+        axis.plot(steps, lengths, color=COLOURS[1], marker="o", label=f"forecast, at the end {lengths[-1]:.2f}")
         measured: dict[str, list[tuple[int, float]]] = {}
         for row in real:
             for one in row.get("real", ()):
@@ -223,18 +223,7 @@ def _training(
                     measured.setdefault(one["name"], []).append((row["step"], one["accept_length"]))
         for colour, (name, points) in zip(cycle((*COLOURS[2:], *COLOURS[:2])), measured.items()):
             axis.plot(*zip(*points, strict=True), ":", color=colour, marker="s", label=name)
-        if measured:
-            axis.legend(fontsize=6.5, ncols=2)
-        axis.annotate(
-            f"{lengths[-1]:.2f}",
-            (steps[-1], lengths[-1]),
-            xytext=(-2, -12),
-            textcoords="offset points",
-            ha="right",
-            color=COLOURS[1],
-            fontweight="bold",
-            fontsize=9,
-        )
+        axis.legend(fontsize=6.5, ncols=2)
         axis.set_ylabel("forecast\naccept_length")
     last.set_xlabel("optimizer step")
     last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
@@ -274,8 +263,6 @@ def _coverage(token_map: dict[str, Any]) -> str:
     for colour, name in zip(cycle((*COLOURS[2:], QUIET)), rows[0].get("by_corpus", ())):
         label = name if len(name) <= 30 else f"...{name[-27:]}"
         axis.plot(sizes, [100 * row["by_corpus"][name] for row in rows], color=colour, linewidth=1, label=label)
-    if len(axis.get_lines()) > 1:
-        axis.legend(loc="lower right")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -284,19 +271,9 @@ def _coverage(token_map: dict[str, Any]) -> str:
     if len(held_out) == len(rows) and is_number(token_map.get("held_out_coverage")):
         coverage = token_map["held_out_coverage"]
     axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
-    axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
-    # The curves are above and to the left of the marker; near the right edge only the left side has space.
-    right = size <= sizes[-1] / 4
-    axis.annotate(
-        f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
-        (size, 100 * coverage),
-        fontsize=9,
-        xytext=(10 if right else -10, -48),
-        textcoords="offset points",
-        color=COLOURS[1],
-        ha="left" if right else "right",
-        fontweight="bold",
-    )
+    chosen = f"chosen: {size:,} ids, {100 * coverage:.1f} %"
+    axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5, label=chosen)
+    axis.legend(loc="lower right")
     axis.set(xlabel="ids in the draft vocabulary", ylabel="tokens covered, %")
     return _svg(figure, "Share of tokens covered by the draft vocabulary, by its size")
 
@@ -310,17 +287,8 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
     notes = ["", *(f"  {row['speedup']:.2f}x{', slower' if is_slower(row) else ''}" for row in rows)]
     colours = [PLAIN_COLOUR, *(COLOURS[place % len(COLOURS)] for place in range(len(rows)))]
     bars = axis.barh(names, speeds, color=colours, height=0.62)
-    for bar, speed, note in zip(bars, speeds, notes, strict=True):
-        axis.annotate(
-            f"{speed:.1f}{note}",
-            (speed, bar.get_y() + bar.get_height() / 2),
-            xytext=(5, 0),
-            va="center",
-            textcoords="offset points",
-            color=INK,
-            fontsize=9.5,
-            fontweight="bold",
-        )
+    texts = [f"{speed:.1f}{note}" for speed, note in zip(speeds, notes, strict=True)]
+    axis.bar_label(bars, texts, padding=5, color=INK, fontsize=9.5, fontweight="bold")
     axis.set_xlim(0, max(speeds) * 1.28)
     axis.invert_yaxis()
     axis.set_xlabel("tokens per second in the decode phase")
