@@ -125,12 +125,10 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentsError(f"{given} and --draft are both given; measure a recipe's run folder or any head")
         _measure_any(args)
         return 0
-    given = next((name for name in (*SETTINGS, *OPTIONS, *OWN) if getattr(args, name, None) is not None), None)
-    if given is not None:
-        flag = "--shape" if given == "shapes" else flag_of(given)
-        instead = (
-            f"override bench.{given}=... instead" if given in SETTINGS else "name the head: --draft runs/NAME/ckpt"
-        )
+    stray = next((name for name in (*SETTINGS, *OPTIONS, *OWN) if getattr(args, name, None) is not None), None)
+    if stray is not None:
+        flag = "--shape" if stray == "shapes" else flag_of(stray)
+        instead = f"override bench.{stray}=... instead" if stray in SETTINGS else "such as --draft runs/NAME/ckpt"
         raise ArgumentsError(f"{flag} needs --draft; {instead}")
     job = run_of(args)
     set_threads()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.plan.step_time import FIGURES, Costs, Layout, calibrated, gpu_named
+from toolkit.plan.step_time import FIGURES, Costs, Layout, Rank, gpu_named
 
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.plan.model_size import DraftCost, ModelSize
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     draft, costs = _draft(args, size, config, source, revision), Costs()
     if args.step_ms is not None and only is not None:
         steps = {requests: ms / 1000 for requests, ms in numbers_by_count("--step-ms", args.step_ms).items()}
-        costs = calibrated(size, gpu, Layout(*only), steps, work.input + work.output / 2)
+        costs = Rank(gpu, Layout(*only)).calibrated(size, steps, work.input + work.output / 2)
     planner = Planner(size, draft, gpu, work, costs, only)
     best = planner.best(args.gpus)
     table = planner.table(best)

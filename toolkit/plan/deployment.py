@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from toolkit.errors import PlanError
 from toolkit.plan.model_size import DraftCost, ModelSize
 from toolkit.plan.published import CASES, PREDICTED_WITHIN
-from toolkit.plan.step_time import NODE, Costs, Gpu, Layout, cache_bytes, prefill_s, round_s, weight_bytes
+from toolkit.plan.step_time import NODE, Costs, Gpu, Layout, Rank
 
 MEMORY_SHARE = 0.88  # share of GPU memory for weights and cache; the rest is for activations and graphs
 TABLE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -98,18 +98,17 @@ class Planner:
     def most_requests(self, layout: Layout) -> int:
         """Return how many requests of full length fit into a rank's memory; 0 if the weights do not fit."""
         models = [self.size, *([self.draft.size] if self.draft else [])]
-        room = self.gpu.memory * MEMORY_SHARE - sum(weight_bytes(size, layout) for size in models)
-        request = sum(cache_bytes(size, layout, self.work.input + self.work.output) for size in models)
+        room = self.gpu.memory * MEMORY_SHARE - sum(layout.weight_bytes(size) for size in models)
+        request = sum(layout.cache_bytes(size, self.work.input + self.work.output) for size in models)
         return max(0, min(TABLE_SIZES[-1], int(room / request)))
 
     def batch(self, layout: Layout, requests: int) -> DecodeBatch:
         """Return the batch of `requests` with the draft length that gives the most tokens per second."""
         head, context = self.draft.size if self.draft else None, self.work.input + self.work.output / 2
         lengths = {0: 1.0, **(self.draft.accept_length if self.draft else {})}
+        rank = Rank(self.gpu, layout, self.costs)
         seconds = {
-            drafts: round_s(
-                self.size, head, self.gpu, layout, self.costs, requests=requests, drafts=drafts, context=context
-            )
+            drafts: rank.round_s(self.size, head, requests=requests, drafts=drafts, context=context)
             for drafts in lengths
         }
         best = max(lengths, key=lambda drafts: lengths[drafts] / seconds[drafts])
@@ -163,7 +162,7 @@ class Planner:
     def _deployments(self, layout: Layout, count: int) -> Iterator[Deployment]:
         """Yield the deployments of this layout that meet the limits, by batch size."""
         work, ranks = self.work, layout.ranks * count
-        reads = prefill_s(self.size, self.gpu, layout, self.costs, work.input)
+        reads = Rank(self.gpu, layout, self.costs).prefill_s(self.size, work.input)
         most = self.most_requests(layout)
         if work.concurrency is not None:
             most = min(most, math.ceil(work.concurrency / ranks))
@@ -212,8 +211,8 @@ def _what(planner: Planner, best: Deployment) -> str:
         f"{size.name}: {size.parameters / 1e9:.1f}B parameters, {size.active / 1e9:.1f}B a token{experts}, "
         f"{size.bits:g} bits; cache {size.cache.bytes(context) / context / 1024:.1f} KiB a token",
         f"{gpu.name}: {gpu.memory / GB:g} GB, {gpu.bandwidth / GB:,.0f} GB/s, {gpu.flops / 1e12:g} TFLOPS bf16{fp8}",
-        f"memory of a GPU: {weight_bytes(size, layout) / GB:.1f} GB weights of the target, "
-        f"{cache_bytes(size, layout, context) / GB:.2f} GB cache a request of {context:,} tokens, of "
+        f"memory of a GPU: {layout.weight_bytes(size) / GB:.1f} GB weights of the target, "
+        f"{layout.cache_bytes(size, context) / GB:.2f} GB cache a request of {context:,} tokens, of "
         f"{gpu.memory * MEMORY_SHARE / GB:.1f} GB: at most {planner.most_requests(layout)} requests a rank",
     ]
     if size.max_context and context > size.max_context:

@@ -23,7 +23,7 @@ from toolkit.errors import PlanError
 from toolkit.heads.draft_head import build_head
 from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment
 from toolkit.plan.model_size import DraftCost, head_size, target_size
-from toolkit.plan.step_time import NODE, Costs, Gpu, Layout, calibrated, round_s
+from toolkit.plan.step_time import NODE, Gpu, Layout, Rank
 from toolkit.targets.facts import TargetFacts
 
 EXPORTED = "OUT"  # folder of the exported head in the printed export and launch lines
@@ -127,19 +127,17 @@ def settings_text(
         head = head_size(build_head(draft.head.config), size)
     if head.shared_head:  # an engine that is given the head's token map reads its rows of the target's matrix only
         head = replace(head, head=head.head * draft.token_map.size / draft.token_map.vocab_size)
-    layout = Layout(1)
-    costs = Costs() if step_s is None else calibrated(size, gpu, layout, step_s, context)
+    rank = Rank(gpu, Layout(1))
+    if step_s is not None:
+        rank = replace(rank, costs=rank.calibrated(size, step_s, context))
     source = "as given" if step_s else "by the model of `toolkit plan`"
     lines = [f"{engine} on {gpu.name}, step times {source}:"]
     in_target = draft.head.config.in_target
     for batch in batches:
-        plain = batch / round_s(size, None, gpu, layout, costs, requests=batch, drafts=0, context=context)
+        plain = batch / rank.round_s(size, requests=batch, context=context)
         speeds = {}
         for (steps, top_k, nodes), length in accept_lengths.items():
-            seconds = round_s(
-                size, head, gpu, layout, costs,
-                requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes,
-            )  # fmt: skip
+            seconds = rank.round_s(size, head, requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes)
             speeds[steps, top_k, nodes] = batch * length / seconds
         best = max(speeds, key=lambda shape: speeds[shape])
         text = (

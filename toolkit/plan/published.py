@@ -9,7 +9,7 @@ from functools import lru_cache
 from transformers import AutoConfig
 
 from toolkit.plan.model_size import ModelSize, native_mtp, size_of_config, usual_head
-from toolkit.plan.step_time import GPUS, Costs, Layout, prefill_s, round_s
+from toolkit.plan.step_time import GPUS, Costs, Layout, Rank
 
 SOURCES = {
     "mtp": "SGLang's MTP report, lmsys.org/blog/2025-07-17-mtp. Its accept_length of 1 draft is not published: 1.72 "
@@ -47,7 +47,7 @@ def llama_8b() -> tuple[ModelSize, ModelSize]:
 def _llama(costs: Costs, gpu: str, drafts: int = 0) -> float:
     """Return rounds per second of one request, at a context of 512 tokens since MT-Bench's texts are short."""
     size, head = llama_8b()
-    return 1 / round_s(size, head, GPUS[gpu], Layout(1), costs, requests=1, drafts=drafts, context=512)
+    return 1 / Rank(GPUS[gpu], Layout(1), costs).round_s(size, head, requests=1, drafts=drafts, context=512)
 
 
 def _bundle(costs: Costs, drafts: int) -> float:
@@ -57,10 +57,8 @@ def _bundle(costs: Costs, drafts: int) -> float:
 def _decoded(costs: Costs, gpu: str, layout: Layout, requests: int, drafts: int, context: int, overlap: bool) -> float:
     """Return tokens per second of a rank of DeepSeek-V3, after `context` tokens."""
     size = deepseek_v3()
-    seconds = round_s(
-        size, native_mtp(size), GPUS[gpu], layout, costs,
-        requests=requests, drafts=drafts, context=context, overlap=overlap,
-    )  # fmt: skip
+    rank = Rank(GPUS[gpu], layout, costs)
+    seconds = rank.round_s(size, native_mtp(size), requests=requests, drafts=drafts, context=context, overlap=overlap)
     return requests * ACCEPT_LENGTH.get(drafts, 1.0) / seconds
 
 
@@ -76,8 +74,8 @@ def _large(costs: Costs, gpu: str, gpus: int, requests: int, drafts: int = 0, tw
 
 
 def _prefill(costs: Costs, tokens: int) -> float:
-    layout = Layout(32, data_parallel=True)
-    return 8 * tokens / prefill_s(deepseek_v3(), GPUS["H100"], layout, costs, tokens)
+    rank = Rank(GPUS["H100"], Layout(32, data_parallel=True), costs)
+    return 8 * tokens / rank.prefill_s(deepseek_v3(), tokens)
 
 
 @dataclass(frozen=True)
