@@ -25,6 +25,8 @@ SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    for few in ("step_times.TURNS", "step_times.AGAIN_TURNS", "search.PASSES"):
+        monkeypatch.setattr(f"toolkit.bench.{few}", 1)
 
 
 @pytest.fixture

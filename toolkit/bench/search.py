@@ -119,10 +119,15 @@ def _run_passes(trial: Trial, modes: Sequence[Mode], on_progress: Progress | Non
     planned = sum(len(prompt.turns) for prompt in prompts) * len(modes) * PASSES
     run: dict[str, list[Round]] = {mode.name: [] for mode in modes}
     done = 0
+
+    def show(now: int, _: int) -> None:
+        if on_progress is not None:
+            on_progress(done + now, planned)
+
     for number in range(PASSES):
         rounds = run_side_by_side(
-            modes, trial.target.tokenizer, prompts, trial.sampling, batch=trial.batch, warmup=0 if number else 1,
-            on_progress=None if on_progress is None else lambda now, _, before=done: on_progress(before + now, planned),
+            modes, trial.target.tokenizer, prompts, trial.sampling,
+            batch=trial.batch, warmup=0 if number else 1, on_progress=show,
         )  # fmt: skip
         done += sum(len(one.answers) for one in rounds)
         for one in rounds:
