@@ -31,7 +31,6 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
         adaptive=True,
         max_tokens=12,
         temperature=temperature,
-        command="test",
         config=EngineConfig(verify="target", max_running_requests=batch),
     )
     whole = [row for row in record["rows"] if row["task"] == "all"]
@@ -66,7 +65,7 @@ def test_another_verifier(tiny_target, tiny_draft, tmp_path):
     map_file = tmp_path / "freq_160.pt"
     map_file.write_bytes(b"any bytes")
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=0.9, command="test",
+        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=0.9,
         config=EngineConfig(verify="rejection", token_map=map_file, max_running_requests=1),
     )  # fmt: skip
     assert record["settings"]["verify"] == "rejection"
@@ -79,7 +78,7 @@ def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, t
     """A random head accepts nothing: whatever the rows say comes from the force. Whoever sees a row, a table or the
     page must know."""
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=0.9, warmup=0, command="test",
+        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=0.9, warmup=0,
         forced=ForcedAcceptance.parse("3"),
     )  # fmt: skip
     for row in record["rows"]:

@@ -21,7 +21,7 @@ def record(tiny_target, tiny_draft):
     shapes = [DraftShape.chain(2), DraftShape(3, 2, 6)]
     forced = ForcedAcceptance.parse("2.4")
     return measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, shapes, max_tokens=24, warmup=0, forced=forced, command="test"
+        tiny_target, tiny_draft, PROMPTS, shapes, max_tokens=24, warmup=0, forced=forced
     )  # fmt: skip
 
 

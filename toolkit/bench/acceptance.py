@@ -54,7 +54,6 @@ def measure_acceptance(
     check_tokens: bool = True,
     forced: ForcedAcceptance | None = None,
     config: EngineConfig = ONE_BY_ONE,
-    command: str | None = None,
     prompts_from: str = BUILTIN,
     keep: Path | None = None,
     on_progress: Progress | None = None,
@@ -103,7 +102,7 @@ def measure_acceptance(
     judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
     rows = tabulate(rounds, shapes, target, temperature, draft.kind, *judged)
     return make_record(
-        "acceptance", command or command_line(), settings, **rows,
+        "acceptance", command_line(), settings, **rows,
         ceiling=None if perfect is None else ceiling_of(rounds, perfect),
         target=measured_target(target),
         draft=describe_draft(draft),
