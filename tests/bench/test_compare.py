@@ -6,10 +6,11 @@ import io
 import pytest
 from rich.console import Console
 
-from toolkit.bench.acceptance import measure_acceptance
+from toolkit.bench.acceptance import ONE_BY_ONE, measure_acceptance
 from toolkit.bench.compare import compare_records
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError, write_record
+from toolkit.bench.side_by_side import Sampling, Trial
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 
@@ -20,9 +21,8 @@ PROMPTS = [Prompt(str(n), "math", (f"count {n} apples", "and rivers")[: 1 + n % 
 def record(tiny_target, tiny_draft):
     shapes = [DraftShape.chain(2), DraftShape(3, 2, 6)]
     forced = ForcedAcceptance.parse("2.4")
-    return measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, shapes, max_tokens=24, warmup=0, forced=forced
-    )  # fmt: skip
+    trial = Trial(tiny_target, tiny_draft, PROMPTS, Sampling(24, 0.0, 0), ONE_BY_ONE)
+    return measure_acceptance(trial, shapes, warmup=0, forced=forced)
 
 
 def changed(record, **places):

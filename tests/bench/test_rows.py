@@ -7,13 +7,19 @@ import torch
 from toolkit.bench import rows as rows_module
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.rows import tabulate
-from toolkit.bench.side_by_side import LoggedAnswer, Question, Round
+from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
 
 CHAIN = DraftShape.chain(2)
-BF16_TARGET = types.SimpleNamespace(dtype=torch.bfloat16)
+
+
+def trial_of(temperature=0.0, deterministic=False):
+    target, draft = types.SimpleNamespace(dtype=torch.bfloat16), types.SimpleNamespace(kind="eagle3")
+    config = EngineConfig(verify="target", deterministic=deterministic)
+    return Trial(target, draft, (), Sampling(8, temperature, 0), config)
 
 
 def step(accepted, truncated=False, batch=1):
@@ -47,7 +53,7 @@ def two_tasks():
 
 def test_a_row_per_shape_and_task_with_the_records_keys(two_tasks):
     """The keys are those that reports and outside checks read. 7 counted steps: 2 0 2 | 1 1 1 1, so 8 accepted."""
-    whole, math, coding = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"]
+    whole, math, coding = tabulate(rounds_of(*two_tasks), trial_of(), [CHAIN])["rows"]
     assert [row["task"] for row in (whole, math, coding)] == ["all", "math", "coding"]
     assert (whole["shape"], whole["num_steps"], whole["top_k"], whole["num_draft_tokens"]) == ("chain", 2, 1, 3)
     assert whole["verify_steps"] == 7 and whole["truncated_steps"] == 1
@@ -73,5 +79,5 @@ def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
         (0.0, True, (False, 0, 1, 0)),
         (0.8, True, (False, 0, 1, 0)),
     ):
-        found = tabulate(rounds_of(*runs), [CHAIN], BF16_TARGET, temperature, deterministic=deterministic)
+        found = tabulate(rounds_of(*runs), trial_of(temperature, deterministic), [CHAIN])
         assert tuple(found["rows"][0][name] for name in counts) == wanted

@@ -12,7 +12,7 @@ import torch
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
-from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round
+from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round, Trial
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.token_distribution import uniform
@@ -26,23 +26,19 @@ Key = tuple[str, int]  # question_id, turn
 
 def tabulate(
     rounds: Sequence[Round],
+    trial: Trial,
     shapes: Sequence[DraftShape],
-    target: Target,
-    temperature: float,
-    method: str = "eagle3",
     check_tokens: bool = True,
-    verify: str = "target",
     adaptive: DraftShape | None = None,
     forced: ForcedAcceptance | None = None,
-    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
     adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured. Where it has
-    lookup and there are rounds of HEAD_ALONE, these come before it. deterministic: no answer may differ, by rounding
-    either.
+    lookup and there are rounds of HEAD_ALONE, these come before it. Under `deterministic` no answer may differ, by
+    rounding either.
     """
-    plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
+    temperature, plain = trial.sampling.temperature, {_key(answer): answer for answer in _answers(rounds, PLAIN)}
     modes = {} if adaptive is None else {ADAPTIVE: shape_keys(adaptive) | {"shape": ADAPTIVE}}
     if any(done.mode == HEAD_ALONE for done in rounds):
         modes = {HEAD_ALONE: modes[ADAPTIVE] | {"lookup": False}, ADAPTIVE: modes[ADAPTIVE] | {"lookup": True}}
@@ -52,8 +48,8 @@ def tabulate(
         judged: dict[Key, Divergence | None] = {}
         for answer in _answers(rounds, mode):
             if check_tokens:
-                found = _judge(target, plain[_key(answer)], answer, temperature)
-                if found is not None and deterministic:
+                found = _judge(trial.target, plain[_key(answer)], answer, temperature)
+                if found is not None and trial.config.deterministic:
                     found = replace(found, near_tie=False)
                 judged[_key(answer)] = found
             answers.append(_answer_entry(mode, answer))
@@ -64,7 +60,8 @@ def tabulate(
         ]
         tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
         for task in (ALL, *tasks):
-            row = {"method": method, **keys, "temperature": temperature, "verify": verify, "task": task}
+            row = {"method": trial.draft.kind, **keys, "temperature": temperature, "verify": trial.config.verify}
+            row["task"] = task
             row |= _row(rounds, mode, task, judged if check_tokens else None)
             rows.append(row if forced is None else {**row, **_forced(rounds, mode, task, forced)})
     return {"rows": rows, "answers": answers, "times": _times(rounds), "divergences": divergences}

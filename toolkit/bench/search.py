@@ -95,7 +95,8 @@ def confirm(
     every group of `times.batch` is full. Returns the settings and adaptive drafting, with what was measured.
     on_progress(done, total): counts answers, PASSES passes in total.
     """
-    trial, shapes = trial.with_room(), finalists(settings)
+    trial = replace(trial, config=replace(trial.config, verify="target")).with_room()
+    shapes = finalists(settings)
     most = DraftShape.covering(shapes)
     with SideBySide(trial.config, trial.target, 3) as engines:
         learned = engines.open(trial.draft, most, adaptive=True)

@@ -16,11 +16,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.bench.prompts import Prompt
+from toolkit.bench.prompts import BUILTIN, Prompt
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.cache.cache_manager import GPU_SHARE
@@ -37,7 +37,7 @@ from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEve
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
-from toolkit.weights import sha256_json
+from toolkit.weights import sha256_file, sha256_json
 
 WARMUP_TOKENS = 16
 PERFECT = "perfect drafts"  # the mode of `PerfectDrafter`
@@ -324,13 +324,35 @@ TOKENS_AGAIN = 3  # most tokens that one of an answer is in the next prompt: inc
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured: a head on its target, prompts and how they are answered, and the options of the engines."""
+    """What is measured: a draft on its target, prompts and how they are answered, and the options of the engines.
+
+    source: where the prompts come from, as records have it.
+    """
 
     target: Target
-    draft: DraftCheckpoint
+    draft: Draft
     prompts: Sequence[Prompt]
     sampling: Sampling
     config: EngineConfig
+    source: str = BUILTIN
+
+    @property
+    def head(self) -> DraftCheckpoint:
+        assert isinstance(self.draft, DraftCheckpoint), "a head is measured"
+        return self.draft
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that records of every kind have."""
+        config, token_map = self.config, self.config.token_map
+        named = None if token_map is None else {"file": Path(token_map).name, "sha256": sha256_file(Path(token_map))}
+        return {
+            "prompts": self.source,
+            **asdict(self.sampling),
+            "token_map": named,
+            "batch": self.batch,
+            "deterministic": config.deterministic,
+            "torch_compile": config.torch_compile,
+        }
 
     @property
     def batch(self) -> int:
@@ -340,10 +362,10 @@ class Trial:
         return replace(self, config=replace(self.config, max_running_requests=batch))
 
     def with_room(self) -> Trial:
-        """By verify rule `target`, in a context as long as the conversations need."""
+        """In a context as long as the conversations need."""
         most = self.sampling.max_tokens
-        config = replace(self.config, verify="target")
-        return replace(self, config=with_context(config, longest_prompt(self.target, self.prompts, most), most))
+        longest = longest_prompt(self.target, self.prompts, most)
+        return replace(self, config=with_context(self.config, longest, most))
 
 
 class SideBySide(ExitStack):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from toolkit.bench.acceptance import describe_draft, describe_token_map, measured_target
+from toolkit.bench.acceptance import describe_draft, measured_target
 from toolkit.bench.forecast import Surface, forecast_surface
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
 from toolkit.bench.search import confirm, finalists, predict, print_search, winner
@@ -22,7 +22,7 @@ from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.server.request_params import default_temperature
 from toolkit.log import get_logger
-from toolkit.pipeline.measure import open_trial, prompts_from
+from toolkit.pipeline.measure import open_trial
 from toolkit.pipeline.stages import progress_bar
 from toolkit.plan.launch import check_servable, settings_text
 from toolkit.plan.step_time import Gpu
@@ -49,7 +49,7 @@ def search_head(
     Raises `ConfigError` for n-gram lookup, `DraftShapeError`, `DraftDirError`, `TargetError`, `DataError`.
     """
     trial, largest = open_trial(config, wanted, seed, largest)
-    draft, target = trial.draft, trial.target
+    draft, target = trial.head, trial.target
     earlier = draft.meta.pop("search", None)  # nothing starts from what an earlier search found
     started = time.perf_counter()
     surface = _forecast(trial, largest)
@@ -59,19 +59,13 @@ def search_head(
     for batch in batches:
         found, best[str(batch)], known[str(batch)] = _search_batch(trial.at_batch(batch), surface)
         rows += found
-    settings = {
+    settings = trial.settings() | {
         "batches": list(batches),
         "shapes": len(surface.shapes()),
-        "prompts": prompts_from(wanted),
         "limit": wanted.limit,
-        "max_tokens": wanted.max_tokens,
-        "temperature": wanted.temperature,
-        "seed": seed,
-        "token_map": describe_token_map(config),
-        "deterministic": config.deterministic,
-        "torch_compile": config.torch_compile,
         "seconds": round(time.perf_counter() - started, 1),
     }
+    del settings["batch"]
     described = {"target": measured_target(target), "draft": describe_draft(draft)}
     record = make_record("search", command_line(), settings, rows, best=best, **described)
     print_search(record)
@@ -153,7 +147,7 @@ def search_elsewhere(
         top_ks = " ".join(str(one.top_k) for one in largest)
         raise DraftShapeError(f"top_k is {top_ks}, and vLLM drafts chains only; leave it out")
     trial, largest = open_trial(config, wanted, seed, largest)
-    check_servable(engine, trial.draft)
+    check_servable(engine, trial.head)
     surface = _forecast(trial, largest)
     lengths = {shape: surface.forecast(shape).accept_length for shape in surface.shapes()}
     texts = [len(one.question.prompt_ids) + len(one.output_ids) / 2 for one in surface.references]
@@ -161,7 +155,7 @@ def search_elsewhere(
         engine,
         gpu,
         target_facts(trial.target.name, trial.target.revision),
-        trial.draft,
+        trial.head,
         {(one.num_steps, one.top_k, one.num_draft_tokens): length for one, length in lengths.items() if length},
         sum(texts) / len(texts),
         batches,
