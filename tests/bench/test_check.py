@@ -252,7 +252,6 @@ def test_a_rule_of_another_distribution_is_found(good_head, monkeypatch):
 
     head = open_checked(EngineConfig(draft=good_head, dtype="float32"))
     monkeypatch.setattr(bench_check, "DRAWS", 1000)
-    assert bench_check.sampling_check(head, "rejection").status == "ok"
     wrong = replace(verifiers.REJECTION, choose=verifiers.by(residual_is_p))
     monkeypatch.setitem(verifiers.VERIFIERS, "rejection", wrong)
     found = bench_check.sampling_check(head, "rejection")
