@@ -158,19 +158,9 @@ SMOOTHING = 0.9
 STYLE = Path(__file__).with_name("report.mplstyle")
 
 
+@rc_context(fname=STYLE)
 def draw_all(data: RunData) -> dict[str, str]:
     """Return SVG text by name (training, depth, coverage, speed); figures without data are omitted."""
-    with rc_context(fname=STYLE):
-        return _drawn(data)
-
-
-def coverage_figure(token_map: dict[str, Any]) -> str:
-    """Return SVG text of what a token map covers by its size, from the content of coverage.json."""
-    with rc_context(fname=STYLE):
-        return _coverage(token_map)
-
-
-def _drawn(data: RunData) -> dict[str, str]:
     rows = [row for row in (data.acceptance or {}).get("rows", []) if row["task"] == ALL]
     timed = [row for row in rows if row["tokens_per_s"] is not None]
     pictures: dict[str, str] = {}
@@ -179,7 +169,7 @@ def _drawn(data: RunData) -> dict[str, str]:
     if any(row["accept_rate"] for row in rows):
         pictures["depth"] = _depth([row for row in rows if row["accept_rate"]])
     if data.token_map and data.token_map["rows"]:
-        pictures["coverage"] = _coverage(data.token_map)
+        pictures["coverage"] = coverage_figure(data.token_map)
     if timed:
         pictures["speed"] = _speed(timed)
     return pictures
@@ -250,7 +240,8 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
     return _svg(figure, "Share of drafted tokens accepted at each depth, conditional and unconditional, by draft shape")
 
 
-def _coverage(token_map: dict[str, Any]) -> str:
+@rc_context(fname=STYLE)
+def coverage_figure(token_map: dict[str, Any]) -> str:
     """Draw the share of tokens in the map over its size, thin lines by corpus, and mark the chosen size."""
     figure = Figure()
     axis = figure.subplots()

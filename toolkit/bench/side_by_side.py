@@ -425,9 +425,9 @@ def longest_prompt(target: Target, prompts: Iterable[Prompt], max_tokens: int) -
     """The most tokens of a prompt in these conversations, whose earlier answers have up to max_tokens."""
     longest = 1
     for prompt in prompts:
-        messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        messages = _system(prompt)
         for turn in prompt.turns:
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
+            messages += [_user(turn), {"role": "assistant", "content": "."}]
         answers = TOKENS_AGAIN * max_tokens * (len(prompt.turns) - 1)
         longest = max(longest, len(prompt_ids(target.tokenizer, messages[:-1])) + answers)
     return longest

@@ -47,7 +47,6 @@ from toolkit.bench.table import (
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.adaptive import GREEDY, SAMPLED
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes
-from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
@@ -129,18 +128,10 @@ def load_head(config: EngineConfig) -> tuple[Target, DraftCheckpoint]:
     """Load the target and the head. Raises `ConfigError` unless `config.draft` names a head, and the errors of
     `load_models`."""
     config.check(device_of(config).type)
-    if str(config.draft) in (NGRAM, NONE):
-        checked_head(NgramLookup() if str(config.draft) == NGRAM else None)  # before the target is loaded
-    target, draft = load_models(config, device_of(config))
-    return target, checked_head(draft)
-
-
-def checked_head(draft: Draft | None) -> DraftCheckpoint:
-    """Raises `ConfigError` unless it is a head."""
-    if not isinstance(draft, DraftCheckpoint):
-        what = "nothing is drafted" if draft is None else "n-gram lookup has no head"
-        raise ConfigError(f"`draft` names no head ({what}); give a draft directory, or measure with `toolkit bench`")
-    return draft
+    target, draft = (None, None) if str(config.draft) in (NGRAM, NONE) else load_models(config, device_of(config))
+    if target is None or not isinstance(draft, DraftCheckpoint):
+        raise ConfigError("`draft` names no head; give a draft directory, or measure with `toolkit bench`")
+    return target, draft
 
 
 def measure_stage(run: Run) -> str:
