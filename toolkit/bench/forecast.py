@@ -100,9 +100,7 @@ class Surface:
     references: list[LoggedAnswer]
 
     def forecast(self, shape: DraftShape) -> Forecast:
-        """Raises KeyError for a top_k without a pass, ValueError for a shape beyond the largest."""
-        if not shape.fits_in(self.largest[shape.top_k]):
-            raise ValueError(f"shape {shape.as_text()} is beyond {self.largest[shape.top_k].as_text()}, the forecast's")
+        """shape: at most the largest of its top_k."""
         by_prompt: dict[str, list[int]] = {}
         for answer in self.answers[shape.top_k]:
             by_prompt.setdefault(answer.prompt, []).extend(answer.accepted(shape))

@@ -100,27 +100,13 @@ def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and values of the settings and the provenance."""
-    hardware, settings = record["hardware"] or {}, record["settings"]
-    memory = hardware.get("memory_bytes")
-    machine = ", ".join(filter(None, (
-        hardware.get("cpu"),
-        " ".join(hardware.get("cpu_flags") or ()),
-        f"{hardware['cores']} cores" if hardware.get("cores") else None,
-        f"{hardware['torch_threads']} torch threads" if hardware.get("torch_threads") else None,
-        f"{memory / 2**30:.0f} GiB" if memory else None,
-        *(hardware.get("gpus") or ()),
-    )))  # fmt: skip
-    facts: list[tuple[str, str]] = [
+    facts = [
         ("measured", str(record["date"])),
         ("commit", str(record["commit"] or "not run from a git checkout")),
-        ("machine", machine),
-        ("versions", _pairs(record["versions"])),
         ("command", str(record["command"])),
     ]
-    facts += [(name, _pairs(record[name])) for name in ("target", "draft") if record.get(name)]
-    facts.append(("settings", _pairs(settings) or "no measurement"))
-    if record["training"]:
-        facts.append(("training", _pairs(record["training"])))
+    parts = ("hardware", "versions", "target", "draft", "settings", "training")
+    facts += [(name, _pairs(record[name])) for name in parts if record.get(name)]
     if record["token_map"]:
         facts.append(("token map", _pairs({key: value for key, value in record["token_map"].items() if key != "rows"})))
     facts += [(f"stage {stage['stage']}", _stage(stage)) for stage in record["stages"]]

@@ -68,10 +68,8 @@ class StepTimes:
             "verifies": {key: verify for key, (verify, _) in self.verifies.items()},
         }
 
-    def parts(self, shape: DraftShape | None) -> Parts:
-        """The parts of a round with this shape; None: a plain round. Raises KeyError for parts that did not run."""
-        if shape is None:
-            return self.plain
+    def parts(self, shape: DraftShape) -> Parts:
+        """The parts of a round with this shape. Raises KeyError for parts that did not run."""
         verify, other = self.verifies[verified(shape)]
         return Parts(self.drafts[shape.num_steps, shape.top_k], verify, other)
 
