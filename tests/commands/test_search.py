@@ -152,7 +152,6 @@ def test_flags_for_other_engines(draft: Path, capsys: pytest.CaptureFixture[str]
     ("line", "says"),
     [
         ("--batch 0", "--batch is 0; at least 1 is needed"),
-        ("--gpu H100", "--gpu is for another engine; name it with --for"),
         ("--for vllm --top-k 4", "top_k is 4, and vLLM drafts chains only"),
         ("--for sglang --out x.json", "--out is for a search here"),
     ],
