@@ -1,14 +1,15 @@
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 
-from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
+from toolkit.bench.acceptance import ONE_BY_ONE, best_row, measure_acceptance
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
 from toolkit.bench.report import RunData, write_page
+from toolkit.bench.side_by_side import Sampling, Trial
 from toolkit.bench.table import mode_name, print_acceptance
-from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 
@@ -20,20 +21,15 @@ PROMPTS = [
 ]
 
 
+def trial_of(target, draft, sampling, **options):
+    return Trial(target, draft, PROMPTS, sampling, replace(ONE_BY_ONE, **options))
+
+
 @pytest.mark.parametrize(("batch", "temperature"), [(2, 0.0), pytest.param(1, 0.9, marks=pytest.mark.slow)])
 def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path, capsys, batch, temperature):
     """Engine, clock, log, comparison and table together; in fp32 tokens must equal plain decoding's."""
-    record = measure_acceptance(
-        tiny_target,
-        tiny_draft,
-        PROMPTS,
-        SHAPES,
-        adaptive=True,
-        max_tokens=12,
-        temperature=temperature,
-        command="test",
-        config=EngineConfig(verify="target", max_running_requests=batch),
-    )
+    trial = trial_of(tiny_target, tiny_draft, Sampling(12, temperature, 0), max_running_requests=batch)
+    record = measure_acceptance(trial, SHAPES, adaptive=DraftShape(3, 2, 6))
     whole = [row for row in record["rows"] if row["task"] == "all"]
     modes = ["adaptive, no lookup", "adaptive", "chain 2", "tree 3x2/6"]
     assert [mode_name(row) for row in whole] == modes == list(dict.fromkeys(one["shape"] for one in record["answers"]))
@@ -65,10 +61,8 @@ def test_another_verifier(tiny_target, tiny_draft, tmp_path):
     tokens unequal would call a lossless head wrong. The map of ids is named by its content."""
     map_file = tmp_path / "freq_160.pt"
     map_file.write_bytes(b"any bytes")
-    record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=0.9, command="test",
-        config=EngineConfig(verify="rejection", token_map=map_file, max_running_requests=1),
-    )  # fmt: skip
+    trial = trial_of(tiny_target, tiny_draft, Sampling(12, 0.9, 0), verify="rejection", token_map=map_file)
+    record = measure_acceptance(trial, SHAPES[:1])
     assert record["settings"]["verify"] == "rejection"
     sha256 = hashlib.sha256(b"any bytes").hexdigest()
     assert record["settings"]["token_map"] == {"file": "freq_160.pt", "sha256": sha256}
@@ -78,10 +72,8 @@ def test_another_verifier(tiny_target, tiny_draft, tmp_path):
 def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, tmp_path, capsys):
     """A random head accepts nothing: whatever the rows say comes from the force. Whoever sees a row, a table or the
     page must know."""
-    record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=0.9, warmup=0, command="test",
-        forced=ForcedAcceptance.parse("3"),
-    )  # fmt: skip
+    trial = trial_of(tiny_target, tiny_draft, Sampling(25, 0.9, 0))
+    record = measure_acceptance(trial, SHAPES, warmup=0, forced=ForcedAcceptance.parse("3"))
     for row in record["rows"]:
         assert row["forced_accept_length"] == row["accept_length"] == 3.0 and row["shallow_steps"] == 0
         assert row["tokens_equal"] is row["near_ties"] is row["unequal"] is None
@@ -106,20 +98,7 @@ def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft,
         return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size)
 
     monkeypatch.setattr(engine_round, "follow", dishonest)
-    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], max_tokens=8)
+    record = measure_acceptance(trial_of(tiny_target, tiny_draft, Sampling(8, 0.0, 0)), SHAPES[:1])
     row = best_row(record)
     assert row["tokens_equal"] is False and row["unequal"] == 4 and len(record["divergences"]) == 4
     assert all(found["speculative_logit"] < found["plain_logit"] for found in record["divergences"])
-
-
-def test_summary_for_the_draft_directory_names_the_best_shape(record):
-    """`toolkit serve` starts with the shape that was fastest."""
-    summary = measured_summary(record)
-    assert summary["best_shape"] == "4,4,16" and len(summary["rows"]) == 2
-    assert DraftShape.parse(summary["best_shape"]).name == "tree 4x4/16"
-    assert "adaptive_shape" not in summary
-    adaptive = {"shape": "adaptive", "num_steps": 7, "num_draft_tokens": 32, "speedup": 9.9}
-    record["rows"].insert(0, record["rows"][0] | adaptive | {"top_k": 8})
-    summary = measured_summary(record)
-    assert (summary["best_shape"], summary["adaptive_shape"]) == ("4,4,16", "7,8,32")
-    assert len(summary["rows"]) == 3

@@ -7,13 +7,19 @@ import torch
 from toolkit.bench import rows as rows_module
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.rows import tabulate
-from toolkit.bench.side_by_side import LoggedAnswer, Question, Round
+from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
+from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
 
 CHAIN = DraftShape.chain(2)
-BF16_TARGET = types.SimpleNamespace(dtype=torch.bfloat16)
+
+
+def trial_of(temperature=0.0, deterministic=False):
+    target, draft = types.SimpleNamespace(dtype=torch.bfloat16), types.SimpleNamespace(kind="eagle3")
+    config = EngineConfig(verify="target", deterministic=deterministic)
+    return Trial(target, draft, (), Sampling(8, temperature, 0), config)
 
 
 def step(accepted, truncated=False, batch=1):
@@ -29,8 +35,8 @@ def rounds_of(plain, speculative, plain_s=2.0, speculative_s=1.0):
     """One round of one answer each, with made-up clocks."""
     out = []
     for before, after in zip(plain, speculative, strict=True):
-        out.append(Round("plain", (before,), 0.5, plain_s, len(before.output_ids) - 1))
-        out.append(Round(CHAIN.name, (after,), 0.5, speculative_s, len(after.output_ids) - 1))
+        out.append(Round("plain", (before,), plain_s, len(before.output_ids) - 1))
+        out.append(Round(CHAIN.name, (after,), speculative_s, len(after.output_ids) - 1))
     return out
 
 
@@ -47,7 +53,7 @@ def two_tasks():
 
 def test_a_row_per_shape_and_task_with_the_records_keys(two_tasks):
     """The keys are those that reports and outside checks read. 7 counted steps: 2 0 2 | 1 1 1 1, so 8 accepted."""
-    whole, math, coding = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"]
+    whole, math, coding = tabulate(rounds_of(*two_tasks), trial_of(), [CHAIN])["rows"]
     assert [row["task"] for row in (whole, math, coding)] == ["all", "math", "coding"]
     assert (whole["shape"], whole["num_steps"], whole["top_k"], whole["num_draft_tokens"]) == ("chain", 2, 1, 3)
     assert whole["verify_steps"] == 7 and whole["truncated_steps"] == 1
@@ -66,39 +72,12 @@ def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
     others = [replace(speculative[0], output_ids=(10, 29, *range(12, 19))), speculative[1]]
     seeded = [replace(one.question, params=SamplingParams(seed=1)) for one in plain]
     runs = [[replace(one, question=asked) for one, asked in zip(some, seeded, strict=True)] for some in (plain, others)]
-    counts = ("tokens_equal", "identical", "near_ties", "unequal", "not_judged")
+    counts = ("tokens_equal", "near_ties", "unequal", "not_judged")
     for temperature, deterministic, wanted in (
-        (0.0, False, (True, 1, 1, 0, 0)),
-        (0.8, False, (None, 1, 0, 0, 1)),
-        (0.0, True, (False, 1, 0, 1, 0)),
-        (0.8, True, (False, 1, 0, 1, 0)),
+        (0.0, False, (True, 1, 0, 0)),
+        (0.8, False, (None, 0, 0, 1)),
+        (0.0, True, (False, 0, 1, 0)),
+        (0.8, True, (False, 0, 1, 0)),
     ):
-        found = tabulate(rounds_of(*runs), [CHAIN], BF16_TARGET, temperature, deterministic=deterministic)
+        found = tabulate(rounds_of(*runs), trial_of(temperature, deterministic), [CHAIN])
         assert tuple(found["rows"][0][name] for name in counts) == wanted
-
-
-def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
-    """tokens_equal survives a near-tie and not an error; both logits are in the record."""
-    plain, speculative = two_tasks
-    other = answer("1", "math", [10, 11, 30, 31], speculative[0].events)
-    seen = []
-
-    def logits(target, ids):
-        seen.append(list(ids))
-        row = torch.zeros(40)
-        row[12], row[30] = 16.0, 15.75
-        return row
-
-    monkeypatch.setattr(rows_module, "plain_logits", logits)
-    found = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], BF16_TARGET, 0.0)
-    assert seen == [[5, 10, 11]]
-    assert [(row["tokens_equal"], row["near_ties"], row["unequal"]) for row in found["rows"]] == [
-        (True, 1, 0),
-        (True, 1, 0),
-        (True, 0, 0),
-    ]
-    (divergence,) = found["divergences"]
-    assert (divergence["position"], divergence["plain_logit"], divergence["speculative_logit"]) == (2, 16.0, 15.75)
-    exact = types.SimpleNamespace(dtype=torch.float32)
-    row = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], exact, 0.0)["rows"][0]
-    assert (row["tokens_equal"], row["near_ties"], row["unequal"]) == (False, 0, 1)

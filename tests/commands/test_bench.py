@@ -37,7 +37,6 @@ def test_measure_force_and_compare(tiny_draft_directory: Path, capsys: pytest.Ca
     [
         ("--force-accept-length 9 --shape 3,1,4", "at most accept_length 4"),
         ("--force-accept-length 2", "adaptive drafting are both asked for"),
-        ("--force-accept-length many --shape 3,1,4", "one number of at least 1 is needed"),
     ],
 )
 def test_a_force_that_cannot_work_is_refused_before_the_target_loads(

@@ -64,8 +64,6 @@ def test_plans_without_a_directory(tiny_target_directory, capsys):
     [
         (["--concurrency", "4", "--gpu", "MI300X"], "give --gpu-memory GB"),
         (["--concurrency", "4", "--layout", "pp2"], "tpN"),
-        (["--concurrency", "4", "--step-ms", "1:5"], "name it with --layout"),
-        (["--concurrency", "4", "--layout", "tp1", "--step-ms", "1"], "COUNT:NUMBER"),
         (["--concurrency", "4", "--head", "eagle3"], "accept lengths are missing"),
     ],
 )

@@ -13,10 +13,9 @@ from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
 from tests.conftest import train_tokenizer
 from toolkit import cli
 from toolkit.bench.records import read_record
-from toolkit.commands.model_arguments import load_from
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import load_engine
-from toolkit.infer.request.params import SamplingParams
+from toolkit.weights import read_json
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
 SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
@@ -26,6 +25,8 @@ SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    for few in ("step_times.TURNS", "step_times.AGAIN_TURNS", "search.PASSES"):
+        monkeypatch.setattr(f"toolkit.bench.{few}", 1)
 
 
 @pytest.fixture
@@ -48,42 +49,23 @@ def test_forecast_prints_tables(draft: Path, capsys: pytest.CaptureFixture[str])
     assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
 
 
-@pytest.fixture
-def rollouts(draft: Path) -> list[dict]:
-    """Greedy answers of the draft's target; the second row has an earlier answer."""
-    loaded = load_engine(EngineConfig(draft=str(draft)))
-    engine, target, rows = loaded.engine, loaded.target, []
-    for prompt in ([7, 8, 9], [20, 21, 22, 23, 24, 25]):
-        answer = engine.generate([prompt], SamplingParams(max_tokens=12), speculative=False)[0].output_ids
-        spans = [[len(prompt), len(prompt) + len(answer)]]
-        rows.append(
-            {
-                "id": f"row-{len(rows)}", "messages": [{"role": "user", "content": "words"}],
-                "input_ids": [*prompt, *answer], "response_spans": [[2, 3], *spans] if rows else spans,
-                "provenance": {"target": target.name, "temperature": 0.0},
-            }
-        )  # fmt: skip
-    engine.close()
-    return rows
-
-
-def written(rows: list[dict]) -> str:
-    Path("rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return "rollouts.jsonl"
-
-
-def test_forecast_of_rollouts(draft: Path, rollouts: list[dict], capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_of_rollouts(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last answer of each row is replayed, and nothing is decoded; tests/bench has the values."""
-    sizes = ["--num-steps", "2", "--num-draft-tokens", "4", "--top-k", "2", "--out", "f.json"]
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", written(rollouts), *sizes]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "2 prompts, 2 answers of at most 12 tokens, temperature 0" in out
+    target = read_json(draft / "config.json")["toolkit"]["target"]["name"]
+    row = {
+        "messages": [{"role": "user", "content": "words"}], "input_ids": [*range(5, 25)],
+        "response_spans": [[2, 3], [8, 20]], "provenance": {"target": target, "temperature": 0.0},
+    }  # fmt: skip
+    Path("rollouts.jsonl").write_text("".join(json.dumps(row | {"id": name}) + "\n" for name in "ab"))
+    line = ["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *SMALL[4:], "--out", "f.json"]
+    assert cli.main(line) == 0
+    assert "2 prompts, 2 answers of at most 12 tokens, temperature 0" in " ".join(capsys.readouterr().out.split())
     record = read_record("f.json", "forecast")
-    assert record["settings"]["rollouts"] == "rollouts.jsonl" and "seed" not in record["settings"]
-    tokens = [end - start for start, end in (row["response_spans"][-1] for row in rollouts)]
-    assert all(0 < row["verify_steps"] <= sum(tokens) - 2 for row in record["rows"])
-    assert cli.main(["forecast", "--draft", str(draft), "--rollouts", "rollouts.jsonl", *sizes, "--limit", "1"]) == 0
-    assert read_record("f.json")["answers"] == 1
+    assert record["settings"]["rollouts"] == "rollouts.jsonl" and record["rows"][0]["verify_steps"] > 0
+    assert cli.main([*line, "--limit", "1"]) == 0 and read_record("f.json")["answers"] == 1
+    capsys.readouterr()
+    assert cli.main([*line, "--temperature", "1"]) == 2
+    assert "--temperature is for answers that are written here" in capsys.readouterr().err
 
 
 def test_search_and_what_starts_from_it(
@@ -121,28 +103,22 @@ def test_search_and_what_starts_from_it(
 
 
 @pytest.mark.slow
-def test_two_searches_and_the_commands_that_use_them(
+def test_two_searches_are_kept_side_by_side(
     draft: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The printed commands are parsed and loaded: each starts from what the search says that it starts from."""
-    line = ["search", "--draft", str(draft), "--dtype", "float32", *SMALL, "--out", "s.json"]
+    """Greedy and sampled requests of other batch sizes; an engine starts from both."""
+    line = ["search", "--draft", str(draft), *SMALL, "--out", "s.json"]
     assert cli.main(line) == 0
-    greedy = capsys.readouterr().out.splitlines()
-    assert "requests that state no temperature are sampled at 1 here, and drafted adaptively" in "\n".join(greedy)
-    commands = [one.split() for one in greedy if one.startswith("  toolkit ")]
-    assert [one[1] for one in commands] == ["serve", "chat", "bench", "search"]
-    assert cli.main([*commands[3][1:], *SMALL, "--batch", "4", "--out", "s.json"]) == 0
-    sampled = capsys.readouterr().out.splitlines()
-    now = [one.split() for one in sampled if one.startswith("  toolkit ")]
-    assert [one[1] for one in now] == ["serve", "chat", "bench"] and "more than 4 requests run" in "\n".join(sampled)
+    out = capsys.readouterr().out
+    assert "start from search.json on this machine, for greedy requests" in out
+    assert "requests that state no temperature are sampled at 1 here" in out
+    assert cli.main([*line, "--temperature", "1", "--batch", "4"]) == 0
+    assert "for sampled, verify target requests" in capsys.readouterr().out
     found = json.loads(Path("ckpt/search.json").read_text())["found"]
-    assert [*found["greedy"], *found["sampled, verify target"]] == ["1", "4"]
+    assert {kind: list(sizes) for kind, sizes in found.items()} == {"greedy": ["1"], "sampled, verify target": ["4"]}
     caplog.clear()
-    for command in (commands[0], commands[1], now[0], now[1]):
-        args = cli.command_parser(command[1])[1](command[2:])
-        load_from(args, max_running_requests=1).engine.close()
-        assert "not used" not in caplog.text and "search.json" in caplog.text, command
-        caplog.clear()
+    load_engine(EngineConfig(draft=str(draft))).engine.close()
+    assert "not used" not in caplog.text and "search.json" in caplog.text
 
 
 @pytest.mark.slow
@@ -176,7 +152,6 @@ def test_flags_for_other_engines(draft: Path, capsys: pytest.CaptureFixture[str]
     ("line", "says"),
     [
         ("--batch 0", "--batch is 0; at least 1 is needed"),
-        ("--gpu H100", "--gpu is for another engine; name it with --for"),
         ("--for vllm --top-k 4", "top_k is 4, and vLLM drafts chains only"),
         ("--for sglang --out x.json", "--out is for a search here"),
     ],

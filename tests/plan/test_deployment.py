@@ -10,22 +10,23 @@ import pytest
 from toolkit.errors import PlanError
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.launch import draft_schedule, launch_lines
-from toolkit.plan.model_size import Cache, DraftCost, ModelSize
-from toolkit.plan.step_time import (
-    GPUS,
-    Costs,
-    Layout,
-    forward_s,
-    prefill_s,
-    round_s,
-)
+from toolkit.plan.model_size import Attention, Cache, DraftCost, ModelSize
+from toolkit.plan.step_time import GPUS, Costs, Layout, Rank
 
 GPU = GPUS["H100"]
-DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, Cache(128 * 1024, 8, 5e5, 5e5))
+RANK = Rank(GPU, Layout(1))
+
+
+def attention(token_bytes, shards, flops) -> Cache:
+    """All layers as one; prefill costs a tenth where decoding is expensive, as in latent attention."""
+    return Cache((Attention(1, token_bytes, flops, min(flops, 5e5)),), shards)
+
+
+DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, attention(128 * 1024, 8, 5e5))
 SPARSE = ModelSize(
-    "sparse", 4096, 32, 32, 10e9, 0.5e9, 0.5e9, Cache(64 * 1024, 1, 5e6, 5e5), 8, 160e9, 128, 8, moe_layers=32
+    "sparse", 4096, 32, 32, 10e9, 0.5e9, 0.5e9, attention(64 * 1024, 1, 5e6), 8, 160e9, 128, 8, moe_layers=32
 )
-HEAD = ModelSize("head", 4096, 32, 1, 0.25e9, 0.1e9, 0.0, Cache(4096, 8, 2e4, 2e4))
+HEAD = ModelSize("head", 4096, 32, 1, 0.25e9, 0.1e9, 0.0, attention(4096, 8, 2e4))
 DRAFT = DraftCost("eagle3", HEAD, {1: 1.7, 3: 2.4, 7: 2.6}, "as stated", "HEAD")
 
 
@@ -35,20 +36,20 @@ def planner(size=DENSE, draft=DRAFT, **work) -> Planner:
 
 def test_a_step_by_hand():
     """One GPU, one token: 7.5e9 weights of 2 bytes and 1,000 tokens of cache at 0.8 of 3.35 TB/s, and 32 layers."""
-    seconds = forward_s(DENSE, GPU, Layout(1), Costs(), requests=1, tokens=1, context=1000)
+    seconds = RANK.forward_s(DENSE, requests=1, tokens=1, context=1000)
     by_hand = (15e9 + 1000 * 128 * 1024) / (0.8 * 3.35e12) + 32 * Costs().layer_s
     assert seconds == pytest.approx(by_hand, rel=1e-12)
-    many = forward_s(DENSE, GPU, Layout(1), Costs(), requests=2000, tokens=1, context=0)
+    many = RANK.forward_s(DENSE, requests=2000, tokens=1, context=0)
     assert many == pytest.approx(2 * 2000 * 7.5e9 / (0.5 * 989e12) + 32 * Costs().layer_s, rel=1e-12)
 
 
 def test_a_round_is_its_parts():
     """k drafts: the target over k + 1 tokens, the head once over those and k - 1 times over one; the host if asked."""
-    common = {"gpu": GPU, "layout": Layout(1), "costs": Costs(), "requests": 4, "context": 2000}
-    target, first = (forward_s(size, tokens=4, **common) for size in (DENSE, HEAD))
-    parts = target + first + 2 * forward_s(HEAD, tokens=1, **common) + Costs().round_s + 3 * Costs().pass_s
-    assert round_s(DENSE, HEAD, drafts=3, **common) == pytest.approx(parts)
-    assert round_s(DENSE, HEAD, drafts=3, overlap=False, **common) == pytest.approx(parts + Costs().host_s)
+    common = {"requests": 4, "context": 2000}
+    target, first = (RANK.forward_s(size, tokens=4, **common) for size in (DENSE, HEAD))
+    parts = target + first + 2 * RANK.forward_s(HEAD, tokens=1, **common) + Costs().round_s + 3 * Costs().pass_s
+    assert RANK.round_s(DENSE, HEAD, drafts=3, **common) == pytest.approx(parts)
+    assert RANK.round_s(DENSE, HEAD, drafts=3, overlap=False, **common) == pytest.approx(parts + Costs().host_s)
 
 
 def test_memory_bounds_the_batch():
@@ -79,7 +80,7 @@ def test_requests_in_flight_bound_throughput():
     others interrupt a request's rounds, its own does not."""
     mine = planner(concurrency=8)
     best = mine.best(1)
-    reads = prefill_s(DENSE, GPU, best.layout, Costs(), 1000)
+    reads = RANK.prefill_s(DENSE, 1000)
     assert best.batch.requests == 8
     assert best.requests_per_s * 8 * (reads + 500 / best.batch.tokens_per_s) == pytest.approx(8)
     assert best.tpot_s == pytest.approx(best.batch.round_s / best.batch.committed + 7 * reads / 500)
@@ -88,7 +89,7 @@ def test_requests_in_flight_bound_throughput():
 
 def test_waiting_grows_with_the_load():
     """M/D/1: at a load of 1/2 a request waits half the time of a prefill."""
-    reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
+    reads = RANK.prefill_s(DENSE, 1000)
     best = planner(draft=None, rate=0.5 / reads, output=1).best(1)
     assert best.ttft_s == pytest.approx(reads + best.batch.round_s / 2 + reads / 2)
 

@@ -65,7 +65,7 @@ def test_parts_add_up(config, layers_with_experts, token_bytes):
     assert size.parameters == sum(value.numel() for value in model.parameters())
     assert size.head == 96 * 32 and size.embedding == (0 if config.tie_word_embeddings else 96 * 32)
     assert size.moe_layers == layers_with_experts and size.experts == layers_with_experts * 8 * 3 * 32 * 16
-    assert size.active_experts == size.experts / 4 and size.cache.bytes(1) == token_bytes
+    assert size.active == size.body + size.head + size.experts / 4 and size.cache.bytes(1) == token_bytes
 
 
 def test_sliding_layers_stop_growing():
@@ -102,4 +102,4 @@ def test_size_of_a_real_head(tiny_draft):
     assert head.parameters == sum(value.numel() for value in tiny_draft.head.parameters())
     three = Eagle3Head(dataclasses.replace(config, num_hidden_layers=3))
     deep = head_size(three, size)
-    assert deep.layers == 3 and deep.cache.token_bytes == 3 * head.cache.token_bytes and deep.body > 2 * head.body
+    assert deep.layers == 3 and deep.cache.bytes(1) == 3 * head.cache.bytes(1) and deep.body > 2 * head.body

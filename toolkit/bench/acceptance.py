@@ -8,164 +8,89 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.bootstrap import RESAMPLES
-from toolkit.bench.near_tie import NOISE_RULE, logit_noise
-from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, HEAD_ALONE, best_row, ceiling_of, recommended_row, shape_text, tabulate
-from toolkit.bench.side_by_side import (
-    Mode,
-    Progress,
-    ResumeLog,
-    Sampling,
-    SideBySide,
-    longest_prompt,
-    run_side_by_side,
-    with_context,
-)
+from toolkit.bench.side_by_side import Mode, Progress, ResumeLog, SideBySide, Trial, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
-from toolkit.infer.request.params import DraftShapeError, SamplingParams
+from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.verify.verifiers import ForcedAcceptance
-from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import quantization_of
 from toolkit.targets.target import Target, describe_target
-from toolkit.weights import sha256_file, sha256_json
+from toolkit.weights import sha256_json
 
 ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
 
-DEFINITIONS = {
-    "accept_length": "tokens committed per verify step that drafted, bonus token included; truncated steps are not "
-    "counted, nor plain steps, of which adaptive drafting and n-gram lookup have some",
-    "drafted_share": "share of all steps in which something was drafted; the other steps decode plainly",
-    "interval": f"95 % percentile bootstrap over prompts (all turns of a prompt together), {RESAMPLES} resamples",
-    "accept_rate": "share of the verify steps that reached depth i and accepted it (conditional)",
-    "accept_rate_unconditional": "share of all verify steps that offered depth i and accepted it",
-    "tokens_per_s": "tokens of the decode phase / its seconds; prefill and the first token are excluded from both",
-    "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the decode time of plain / that of this mode",
-    "speedup_with_prefill": "the same with prefill and first tokens included for both modes",
-    "tokens_equal": "every answer equals plain decoding's, or first differs at a near-tie; null: not compared, or some "
-    "differ and are not judged",
-    "identical": "answers that are plain decoding's; the others are near_ties, unequal or not_judged",
-    "not_judged": "sampled answers in 16 bits that differ, which rounding may explain or not",
-    "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the distribution "
-    "equals plain decoding's",
-    "near_ties": NOISE_RULE,
-    "forced_accept_length": "drafts were accepted by chance to this accept_length, whatever the target said: only "
-    "times mean anything; settings.forced_accept_rate: the conditional rates by depth",
-    "shallow_steps": "steps whose drafts were not as deep as the forced rates, so that they accepted less",
-    "ceiling": "perfect drafts: a chain of `drafts` tokens of plain decoding's answer in every step, without a head: "
-    "what this engine can gain from drafts of that depth",
-    "times": "decode phase of each group of prompts that were decoded together, all turns; for comparisons of records",
-}
-
 
 def measure_acceptance(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[Prompt],
+    trial: Trial,
     shapes: Sequence[DraftShape],
     *,
-    adaptive: bool | DraftShape = False,
-    max_tokens: int = 96,
-    temperature: float = 0.0,
-    seed: int = 0,
-    limit: int | None = None,
+    adaptive: DraftShape | None = None,
     warmup: int = 1,
     check_tokens: bool = True,
     forced: ForcedAcceptance | None = None,
-    config: EngineConfig = ONE_BY_ONE,
-    command: str | None = None,
-    prompts_from: str = BUILTIN,
     keep: Path | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every shape against plain decoding, and with `adaptive` also adaptive drafting up to this shape, or if it
-    is True up to the smallest one that covers `shapes`: with lookup and by the head alone. Returns a record of kind
-    "acceptance": for each of them one row over all prompts (task "all") and one row per task.
+    """Measure every shape against plain decoding, and adaptive drafting up to `adaptive`: with lookup and by the head
+    alone. Returns a record of kind "acceptance": for each of them one row over all prompts (task "all") and one row per
+    task.
 
-    Load the target in float32 for an exact comparison. `limit` takes fewer prompts, evenly over tasks. `keep`: a file
-    of finished prompts, from which a killed measurement resumes. `on_progress(done, total)` counts answers. `forced`
-    accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
+    Load the target in float32 for an exact comparison. `keep`: a file of finished prompts, from which a killed
+    measurement resumes. `on_progress(done, total)` counts answers. `forced` accepts drafts by chance, so tokens are not
+    compared; it needs fixed shapes: see `check_forced`.
 
-    Of `config`: max_running_requests: prompts decoded at once. torch_compile: in all modes. lookup: None: with adaptive
-    drafting only. verify: tokens of others than "target" are compared at temperature 0 alone. token_map: of `draft`.
+    Of the options: max_running_requests: prompts decoded at once. torch_compile: in all modes. lookup: None: with
+    adaptive drafting only. verify: tokens of others than "target" are compared at temperature 0 alone.
 
-    Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
-    `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
+    Raises `BenchError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and `EngineError` or
+    `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
-    config = config.with_options(verify="target") if config.deterministic and config.verify == "auto" else config
-    check_tokens = check_tokens and forced is None and (config.verify == "target" or temperature == 0)
-    check_forced(forced, shapes, bool(adaptive))
-    SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    chosen = _chosen(prompts, limit)
-    most = adaptive if isinstance(adaptive, DraftShape) else adaptive_limit(shapes, draft) if adaptive else None
+    target, draft, config = trial.target, trial.draft, trial.config
+    if config.deterministic and config.verify == "auto":
+        config = config.with_options(verify="target")
+        trial = replace(trial, config=config)
+    check_tokens = check_tokens and forced is None and (config.verify == "target" or trial.sampling.temperature == 0)
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
+    recorded = config.why_eager(target.device.type) is None
     settings = {
-        "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
-        "shapes": [*(_adaptive_modes(draft, config) if adaptive else ()), *(shape.as_text() for shape in shapes)],
-        "prompts": prompts_from,
-        "prompts_sha256": sha256_json([asdict(prompt) for prompt in chosen]),
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "limit": limit,
+        "tasks": list(dict.fromkeys(prompt.task for prompt in trial.prompts)),
+        "shapes": [
+            *(_adaptive_modes(draft, config) if adaptive is not None else ()),
+            *(shape.as_text() for shape in shapes),
+        ],
+        **trial.settings(),
+        "prompts_sha256": sha256_json([asdict(prompt) for prompt in trial.prompts]),
         "warmup": warmup,
         "check_tokens": check_tokens,
-        **_engine_settings(config, target, forced),
-    }
-    perfect = _perfect_depth(target, draft, shapes, most, forced)
-    kept = None if keep is None else _resume_log(keep, target, draft, {**settings, "perfect": perfect})
-    turns: Any = {"batch": config.max_running_requests, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    config = with_context(config, longest_prompt(target, chosen, max_tokens), max_tokens)
-    with _modes(target, draft, shapes, most, config, forced, perfect) as modes:
-        rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
-    judged: Any = (check_tokens, config.verify, most, forced, config.deterministic)
-    rows = tabulate(rounds, shapes, target, temperature, draft.kind, *judged)
-    return make_record(
-        "acceptance", command or command_line(), settings, **rows,
-        ceiling=None if perfect is None else ceiling_of(rounds, perfect),
-        target=measured_target(target),
-        draft=describe_draft(draft),
-        definitions=DEFINITIONS,
-    )  # fmt: skip
-
-
-def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    chosen = limited(list(prompts), limit)
-    if not chosen:
-        raise DataError("the list of prompts is empty; at least one prompt is required")
-    return chosen
-
-
-def _engine_settings(config: EngineConfig, target: Target, forced: ForcedAcceptance | None) -> dict[str, Any]:
-    recorded = config.why_eager(target.device.type) is None
-    return {
-        "token_map": describe_token_map(config),
-        **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         "lookup": config.lookup,
-        "batch": config.max_running_requests,
         "verify": config.verify,
         "forced_accept_length": None if forced is None else forced.accept_length,
         "forced_accept_rate": None if forced is None else list(forced.rates),
-        "torch_compile": config.torch_compile,
-        **({"deterministic": True} if config.deterministic else {}),
+        **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         **({"cuda_graph_max_bs": config.with_graph_sizes().cuda_graph_max_bs} if recorded else {}),
     }
-
-
-def describe_token_map(config: EngineConfig) -> dict[str, str] | None:
-    """The file of `token_map` as records have it."""
-    if config.token_map is None:
-        return None
-    return {"file": Path(config.token_map).name, "sha256": sha256_file(Path(config.token_map))}
+    perfect = _perfect_depth(target, draft, shapes, adaptive, forced)
+    kept = None if keep is None else _resume_log(keep, target, draft, {**settings, "perfect": perfect})
+    with _modes(trial.with_room(), shapes, adaptive, forced, perfect) as modes:
+        rounds = run_side_by_side(
+            modes, target.tokenizer, trial.prompts, trial.sampling,
+            batch=trial.batch, warmup=warmup, keep=kept, on_progress=on_progress,
+        )  # fmt: skip
+    return make_record(
+        "acceptance", command_line(), settings, **tabulate(rounds, trial, shapes, check_tokens, adaptive, forced),
+        ceiling=None if perfect is None else ceiling_of(rounds, perfect),
+        target=measured_target(target),
+        draft=describe_draft(draft),
+    )  # fmt: skip
 
 
 def adaptive_limit(shapes: Sequence[DraftShape], draft: Draft | None = None) -> DraftShape:
@@ -194,11 +119,9 @@ def _adaptive_modes(draft: Draft, config: EngineConfig) -> dict[str, dict[str, A
 
 @contextmanager
 def _modes(
-    target: Target,
-    draft: Draft,
+    trial: Trial,
     shapes: Sequence[DraftShape],
     most: DraftShape | None,
-    config: EngineConfig,
     forced: ForcedAcceptance | None,
     perfect: int | None,
 ) -> Iterator[list[Mode]]:
@@ -206,9 +129,10 @@ def _modes(
 
     Plain decoding has its own engine, without the cost of a head, and so have the modes of adaptive drafting.
     """
-    adaptive = {} if most is None else _adaptive_modes(draft, config)
+    draft = trial.draft
+    adaptive = {} if most is None else _adaptive_modes(draft, trial.config)
     count = 1 + len(adaptive) + bool(shapes) + (perfect is not None)
-    with SideBySide(config, target, count, forced=forced) as engines:
+    with SideBySide(trial.config, trial.target, count, forced=forced) as engines:
         modes = [Mode(engines.open(verify="target", lookup=None, lookup_corpus=None), None)]
         for name, options in adaptive.items():
             learned = engines.open(draft, most, adaptive=True, **options)
@@ -264,8 +188,7 @@ def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, An
 
 
 def measured_target(target: Target) -> dict[str, Any]:
-    noise = logit_noise(target.dtype, 1.0)
-    return {**describe_target(target), "weight_bits": target.weight_bits, "noise_per_unit_of_logit": noise}
+    return {**describe_target(target), "weight_bits": target.weight_bits}
 
 
 def describe_draft(draft: Draft) -> dict[str, Any]:

@@ -88,16 +88,13 @@ class Continuations(NamedTuple):
 class CheckedHead:
     """A head and its target, both in float32 on one device. Texts are decoded once, when a check first needs them.
 
-    tensors: by name a part of the sha256 of each tensor of the head, in float32. not_finite: names of those that hold
-    other values. error: why the head cannot draft on this target, by its sizes, embedding or layers.
+    tensors: by name a part of the sha256 of each tensor of the head, in float32.
     """
 
     draft: DraftCheckpoint
     target: Target
     prompts: Sequence[list[int]]
     tensors: Mapping[str, str]
-    not_finite: Sequence[str]
-    error: str | None = None
 
     @property
     def measured(self) -> Mapping[str, Any] | None:
@@ -187,11 +184,15 @@ def _length(counts: Sequence[Sequence[int]]) -> float:
     return 1 + accepted / max(1, steps)
 
 
+class MisfitError(ValueError):
+    """A head that cannot draft on its target, by its sizes, embedding or layers."""
+
+
 def open_checked(config: EngineConfig) -> CheckedHead:
     """Load the head and the target of `config` in float32, and render the built-in prompts that fit its context.
 
-    Raises `ConfigError` without a head, `DraftDirError`, `WeightsError` or `TokenMapError` for one that cannot be read,
-    and `TargetError`.
+    Raises `ConfigError` without a head, `DraftDirError`, `WeightsError` or `TokenMapError` for one that cannot be read
+    or holds values that are not finite, `MisfitError`, and `TargetError`.
     """
     name = str(config.draft)
     if config.draft is None or name in (NGRAM, NONE):
@@ -211,17 +212,18 @@ def open_checked(config: EngineConfig) -> CheckedHead:
         draft = replace(draft, meta={**draft.meta, "token_map_sha256": None, "measured": None})
     draft.head.cast(target.device, target.dtype)
     state = {name: value.cpu().contiguous() for name, value in draft.head.state_dict().items()}
+    if broken := [name for name, value in state.items() if not value.isfinite().all()]:
+        raise WeightsError(f"values of {', '.join(broken)} are not finite")
     tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for name, value in state.items()}
-    not_finite = [name for name, value in state.items() if not value.isfinite().all()]
     pack(target, draft, draft_quantization="none")  # packed weights can be neither read nor compared
-    error, ids = None, draft.head.config.features.aux_layer_ids
+    ids = draft.head.config.features.aux_layer_ids
     try:
         if ids is not None:
             check_aux_layer_ids(ids, target.n_layers)
         check_draft_fits(draft, target)
-    except (TargetError, DraftDirError) as found:
-        error = str(found)
-    return CheckedHead(draft, target, _prompts(target), tensors, not_finite, error)
+    except (TargetError, DraftDirError) as error:
+        raise MisfitError(str(error)) from error
+    return CheckedHead(draft, target, _prompts(target), tensors)
 
 
 def _prompts(target: Target) -> list[list[int]]:
@@ -240,18 +242,22 @@ def _prompts(target: Target) -> list[list[int]]:
     return fitting
 
 
+FAILED_LOAD: Mapping[type[ValueError], str] = {TokenMapError: "token map", MisfitError: "target"}
+
+
 def findings(config: EngineConfig, *, quick: bool = False) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; yield each finding with the name of its check. quick: without sampled draws.
 
-    A check whose outcome an earlier failure explains is skipped, so the page names one cause. Raises `ConfigError`, and
+    Nothing follows on a head that cannot draft, and a check whose outcome an earlier failure explains is skipped, so
+    the page names one cause. Raises `ConfigError`, and
     `DraftDirError` or `TargetError` for a head or target that is not found.
     """
     if config.draft is not None and str(config.draft) not in (NATIVE, NGRAM, NONE):
         locate(str(config.draft))
     try:
         head = open_checked(config)
-    except (WeightsError, TokenMapError, DraftDirError) as error:
-        yield "token map" if isinstance(error, TokenMapError) else "weights", Finding(FAILED, str(error))
+    except (WeightsError, TokenMapError, DraftDirError, MisfitError) as error:
+        yield FAILED_LOAD.get(type(error), "weights"), Finding(FAILED, str(error))
         return
     failed: list[str] = []
     stated = (("weights", weights_check), ("target", target_check), ("template", template_check))
@@ -259,9 +265,6 @@ def findings(config: EngineConfig, *, quick: bool = False) -> Iterator[tuple[str
         found = check(head)
         failed += [name] if found.status == FAILED else []
         yield name, found
-    if head.error or head.not_finite:
-        yield "decoding", Finding(SKIPPED, f"not tried, as {failed[0]} failed")
-        return
     yield "greedy", greedy_check(head)
     yield "acceptance", acceptance_check(head, failed)
     for verify in () if quick else ("target", "rejection", "block"):
@@ -272,9 +275,7 @@ def findings(config: EngineConfig, *, quick: bool = False) -> Iterator[tuple[str
 
 
 def weights_check(head: CheckedHead) -> Finding:
-    """They were loaded strictly; every value is finite."""
-    if head.not_finite:
-        return Finding(FAILED, f"values of {', '.join(head.not_finite)} are not finite")
+    """They were loaded strictly; every value is finite: see `open_checked`."""
     of = f"{head.draft.kind}; the target is {head.target.name} ({head.target.precision}; on {head.target.device})"
     return Finding(OK, f"{len(head.tensors)} finite tensors of a head of kind {of}")
 
@@ -284,8 +285,6 @@ def target_check(head: CheckedHead) -> Finding:
     target, stated = head.target, head.draft.meta.get("target") or {}
     name, revision, fingerprint = (stated.get(key) for key in ("name", "revision", "fingerprint"))
     given, named = _with_revision(target.name, target.revision), _with_revision(str(name), revision)
-    if head.error:
-        return Finding(FAILED, head.error)
     if "native" in head.draft.meta:
         return Finding(OK, f"the module is part of {given}")
     if not name:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.bootstrap import LEAST_GROUPS, RESAMPLES, resampled_interval
@@ -30,15 +29,13 @@ from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN
 
 Record = dict[str, Any]
 Units = list[tuple[float, ...]]
-NEEDED = ("answers", "times")
 TARGET = ("name", "revision", "fingerprint", "dtype", "quantization")
 SAME = ("max_tokens", "temperature", "seed", "forced_accept_length", "forced_accept_rate")
 INTERVALS = (
     f"Intervals: paired bootstrap over prompts, all turns of a prompt together, {RESAMPLES} resamples; of speeds over "
     f"at least {LEAST_GROUPS} groups of prompts that were decoded together."
 )
-# Settings that may differ and are then shown.
-SHOWN = ("verify", "deterministic", "torch_compile", "token_map")
+SHOWN = ("verify", "deterministic", "torch_compile", "token_map")  # settings that may differ and are then shown
 MACHINE = ("cpu", "cpu_flags", "cores", "torch_threads", "gpus")
 
 
@@ -48,61 +45,68 @@ def compare_records(first: str | Path, second: str | Path, console: Console | No
     Raises `RecordError` for records of other prompts, another target or other settings of the answers, for records
     without data by prompt and for those without a common setting; `WeightsError`, FileNotFoundError.
     """
-    records = [read_record(path, "acceptance") for path in (first, second)]
-    check_comparable(records, (first, second))
-    a, b = records
+    a, b = (read_record(path, "acceptance") for path in (first, second))
+    _check_comparable(a, b, first, second)
     console = console or wide_console()
     settings = a["settings"]
-    console.print(
-        Text(
-            f"{a['target']['name']} ({a['target']['dtype']}), {prompts_phrase(a)}, answers of at most "
-            f"{settings['max_tokens']} tokens, temperature {settings['temperature']:g}{forced_text(a, ', ')}",
-            style="bold",
-        )
+    title = (
+        f"{a['target']['name']} ({a['target']['dtype']}), {prompts_phrase(a)}, answers of at most "
+        f"{settings['max_tokens']} tokens, temperature {settings['temperature']:g}{forced_text(a, ', ')}"
     )
-    for name, path, record in zip("AB", (first, second), records, strict=True):
-        console.print(Text(f"{name}: {path} ({_origin(record)})"))
-    untimed = _why_untimed(a, b)
-    console.print(_lengths(a, b))
-    if untimed is None:
-        console.print(_speeds(a, b))
-    for line in (*_left_out(a, b), untimed, _also_different(a, b), INTERVALS):
+    console.print(Text(title, style="bold"))
+    for name, path, record in (("A", first, a), ("B", second, b)):
+        head = (record.get("draft") or {}).get("path") or "no head"
+        console.print(Text(f"{name}: {path} ({head}, {record['date'][:10]}, commit {str(record['commit'])[:7]})"))
+    untimed = _differing(MACHINE, a["hardware"], b["hardware"]) + _differing(["batch"], settings, b["settings"])
+    lengths = new_table("accept_length,\nby draft", ("verify\nsteps A", "\nB", "\nA", "\nB", "\nB - A [95 %]"))
+    speeds = new_table("speed,\nby draft", ("tokens/s\nA", "\nB", "speedup\nA", "\nB", "\nB / A [95 %]"))
+    for name, rows in _pairs(a, b).items():
+        steps = [str(row["verify_steps"]) for row in rows]
+        lengths.add_row(name, *steps, *(decimal(row["accept_length"]) for row in rows), _difference(*rows, a, b))
+        found = [decimal(row["tokens_per_s"], 1) for row in rows] + [times(row["speedup"]) for row in rows]
+        speeds.add_row(name, *found, _speed_ratio(*rows, a, b))
+    console.print(lengths)
+    if not untimed:
+        console.print(speeds)
+    others = _differing(SHOWN, settings, b["settings"]) + _differing(
+        sorted(a["versions"]), a["versions"], b["versions"]
+    )
+    for line in (
+        *_left_out(a, b),
+        f"Speeds are not compared, since they differ in {'; '.join(untimed)}." if untimed else "",
+        f"They also differ in {'; '.join(others)}." if others else "",
+        INTERVALS,
+    ):
         if line:
             console.print(Text(line))
 
 
-def check_comparable(records: Sequence[Record], names: Sequence[object]) -> None:
+def _check_comparable(a: Record, b: Record, first: str | Path, second: str | Path) -> None:
     """Raise `RecordError` with everything that differs, if the two records cannot be compared."""
-    for record, name in zip(records, names, strict=True):
-        if not all(key in record for key in NEEDED) or "prompts_sha256" not in record["settings"]:
+    for record, name in ((a, first), (b, second)):
+        if "answers" not in record or "times" not in record:
             raise RecordError(f"{name} has no data by prompt, which a comparison needs; measure again")
-    a, b = records
-    different = _different((f"target {key}", a["target"].get(key), b["target"].get(key)) for key in TARGET)
-    different += _different((key, a["settings"].get(key), b["settings"].get(key)) for key in SAME)
+    different = [f"target {one}" for one in _differing(TARGET, a["target"], b["target"])]
+    different += _differing(SAME, a["settings"], b["settings"])
     if a["settings"]["prompts_sha256"] != b["settings"]["prompts_sha256"]:
         different.append(f"prompts {prompts_phrase(a)} and {prompts_phrase(b)}, not the same texts")
     if different:
         raise RecordError(
-            f"{names[0]} and {names[1]} cannot be compared, since they differ in {'; '.join(different)}: measure both "
+            f"{first} and {second} cannot be compared, since they differ in {'; '.join(different)}: measure both "
             "with the same target, prompts and settings"
         )
     if not _pairs(a, b):
-        raise RecordError(f"{names[0]} and {names[1]} have no draft shape in common: {'; '.join(_left_out(a, b))}")
+        raise RecordError(f"{first} and {second} have no draft shape in common: {'; '.join(_left_out(a, b))}")
 
 
-def _different(values: Iterable[tuple[str, Any, Any]]) -> list[str]:
-    return [f"{name} {_value(one)} and {_value(other)}" for name, one, other in values if one != other]
+def _differing(names: Iterable[str], ours: Record, theirs: Record) -> list[str]:
+    """Return "name X and Y" for each of the values that differ."""
+    different = (name for name in names if ours.get(name) != theirs.get(name))
+    return [f"{name} {_value(ours.get(name))} and {_value(theirs.get(name))}" for name in different]
 
 
 def _value(value: Any) -> str:
     return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _origin(record: Record) -> str:
-    draft = record.get("draft") or {}
-    return ", ".join(filter(None, (
-        draft.get("head"), draft.get("path"), record["date"][:10], f"commit {(record['commit'] or 'unknown')[:7]}"
-    )))  # fmt: skip
 
 
 def _settings_of(record: Record) -> dict[str, Record]:
@@ -123,35 +127,6 @@ def _left_out(a: Record, b: Record) -> list[str]:
     ours, theirs = _settings_of(a), _settings_of(b)
     sides = (("A", ours.keys() - theirs.keys()), ("B", theirs.keys() - ours.keys()))
     return [f"Only {which} has {', '.join(sorted(names))}." for which, names in sides if names]
-
-
-def _why_untimed(a: Record, b: Record) -> str | None:
-    """Return why speeds are not compared; None if they are."""
-    different = _different((key, a["hardware"].get(key), b["hardware"].get(key)) for key in MACHINE)
-    different += _different([("batch", a["settings"]["batch"], b["settings"]["batch"])])
-    return f"Speeds are not compared, since they differ in {'; '.join(different)}." if different else None
-
-
-def _also_different(a: Record, b: Record) -> str:
-    different = _different((key, a["settings"].get(key), b["settings"].get(key)) for key in SHOWN)
-    different += _different((key, a["versions"].get(key), b["versions"].get(key)) for key in sorted(a["versions"]))
-    return f"They also differ in {'; '.join(different)}." if different else ""
-
-
-def _lengths(a: Record, b: Record) -> Table:
-    table = new_table("accept_length,\nby draft", ("verify\nsteps A", "\nB", "\nA", "\nB", "\nB - A [95 %]"))
-    for name, rows in _pairs(a, b).items():
-        steps, lengths = [str(row["verify_steps"]) for row in rows], [decimal(row["accept_length"]) for row in rows]
-        table.add_row(name, *steps, *lengths, _difference(*rows, a, b))
-    return table
-
-
-def _speeds(a: Record, b: Record) -> Table:
-    table = new_table("speed,\nby draft", ("tokens/s\nA", "\nB", "speedup\nA", "\nB", "\nB / A [95 %]"))
-    for name, rows in _pairs(a, b).items():
-        speeds, speedups = [decimal(row["tokens_per_s"], 1) for row in rows], [times(row["speedup"]) for row in rows]
-        table.add_row(name, *speeds, *speedups, _speed_ratio(*rows, a, b))
-    return table
 
 
 def _difference(ours: Record, theirs: Record, a: Record, b: Record) -> str:

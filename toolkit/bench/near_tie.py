@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -53,14 +54,6 @@ class Divergence:
     near_tie: bool | None
 
 
-def first_divergence(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
-    """Return the index of the first different token, or the length of the shorter sequence; None if they are equal."""
-    for index, (left, right) in enumerate(zip(plain, speculative, strict=False)):
-        if left != right:
-            return index
-    return None if len(plain) == len(speculative) else min(len(plain), len(speculative))
-
-
 def logit_noise(dtype: torch.dtype | None, magnitude: float) -> float:
     """Return the bound on the difference between runs of a gap between two logits.
 
@@ -86,11 +79,10 @@ def find_divergence(
     temperature above 0, `uniform_at(position)` is the random number in [0, 1) that drew the output token at `position`
     in both runs.
     """
-    position = first_divergence(plain, speculative)
+    pairs = enumerate(zip_longest(plain, speculative))
+    position, left, right = next(((at, one, other) for at, (one, other) in pairs if one != other), (None, None, None))
     if position is None:
         return None
-    left = plain[position] if position < len(plain) else None
-    right = speculative[position] if position < len(speculative) else None
     if left is None or right is None:
         return Divergence(position, left, right, None, None, None, None, near_tie=False)
     if temperature > 0 and dtype is not None and torch.finfo(dtype).eps > SAMPLED_EPS:

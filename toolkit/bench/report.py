@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from toolkit.bench import table
 from toolkit.bench.records import RecordError, command_line, make_record, read_record, write_record
@@ -78,7 +78,7 @@ def write_page(path: Path, data: RunData) -> None:
 def _environment() -> Environment:
     made = Environment(autoescape=True)
     of_rows = ("decimal", "equal_text", "fixed_name", "length_text", "rates_text", "shape_name", "share_text")
-    of_records = ("cost_line", "drafted_line", "forced_text", "outcome_line", "prompts_phrase", "verdict_line")
+    of_records = ("drafted_line", "forced_text", "outcome_line", "prompts_phrase", "verdict_line")
     for name in (*of_rows, "speedup_text", "times", *of_records):
         made.filters[name] = getattr(table, name)
     made.tests["slower"] = is_slower
@@ -99,32 +99,18 @@ def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values of the settings, the provenance and the definitions."""
-    hardware, settings = record["hardware"] or {}, record["settings"]
-    memory = hardware.get("memory_bytes")
-    machine = ", ".join(filter(None, (
-        hardware.get("cpu"),
-        " ".join(hardware.get("cpu_flags") or ()),
-        f"{hardware['cores']} cores" if hardware.get("cores") else None,
-        f"{hardware['torch_threads']} torch threads" if hardware.get("torch_threads") else None,
-        f"{memory / 2**30:.0f} GiB" if memory else None,
-        *(hardware.get("gpus") or ()),
-    )))  # fmt: skip
-    facts: list[tuple[str, str]] = [
+    """Return names and values of the settings and the provenance."""
+    facts = [
         ("measured", str(record["date"])),
         ("commit", str(record["commit"] or "not run from a git checkout")),
-        ("machine", machine),
-        ("versions", _pairs(record["versions"])),
         ("command", str(record["command"])),
     ]
-    facts += [(name, _pairs(record[name])) for name in ("target", "draft") if record.get(name)]
-    facts.append(("settings", _pairs(settings) or "no measurement"))
-    if record["training"]:
-        facts.append(("training", _pairs(record["training"])))
+    parts = ("hardware", "versions", "target", "draft", "settings", "training")
+    facts += [(name, _pairs(record[name])) for name in parts if record.get(name)]
     if record["token_map"]:
         facts.append(("token map", _pairs({key: value for key, value in record["token_map"].items() if key != "rows"})))
     facts += [(f"stage {stage['stage']}", _stage(stage)) for stage in record["stages"]]
-    return facts + list((record.get("definitions") or {}).items())
+    return facts
 
 
 def _stage(stage: Mapping[str, Any]) -> str:
@@ -158,19 +144,9 @@ SMOOTHING = 0.9
 STYLE = Path(__file__).with_name("report.mplstyle")
 
 
+@rc_context(fname=STYLE)
 def draw_all(data: RunData) -> dict[str, str]:
     """Return SVG text by name (training, depth, coverage, speed); figures without data are omitted."""
-    with rc_context(fname=STYLE):
-        return _drawn(data)
-
-
-def coverage_figure(token_map: dict[str, Any]) -> str:
-    """Return SVG text of what a token map covers by its size, from the content of coverage.json."""
-    with rc_context(fname=STYLE):
-        return _coverage(token_map)
-
-
-def _drawn(data: RunData) -> dict[str, str]:
     rows = [row for row in (data.acceptance or {}).get("rows", []) if row["task"] == ALL]
     timed = [row for row in rows if row["tokens_per_s"] is not None]
     pictures: dict[str, str] = {}
@@ -179,7 +155,7 @@ def _drawn(data: RunData) -> dict[str, str]:
     if any(row["accept_rate"] for row in rows):
         pictures["depth"] = _depth([row for row in rows if row["accept_rate"]])
     if data.token_map and data.token_map["rows"]:
-        pictures["coverage"] = _coverage(data.token_map)
+        pictures["coverage"] = coverage_figure(data.token_map)
     if timed:
         pictures["speed"] = _speed(timed)
     return pictures
@@ -215,7 +191,7 @@ def _training(
         axis = axes.pop(0)
         steps = [row["step"] for row in forecasts]
         lengths = [row["forecast_accept_length"] for row in forecasts]
-        axis.plot(steps, lengths, color=COLOURS[1], marker="o")
+        axis.plot(steps, lengths, color=COLOURS[1], marker="o", label=f"forecast, at the end {lengths[-1]:.2f}")
         measured: dict[str, list[tuple[int, float]]] = {}
         for row in real:
             for one in row.get("real", ()):
@@ -223,18 +199,7 @@ def _training(
                     measured.setdefault(one["name"], []).append((row["step"], one["accept_length"]))
         for colour, (name, points) in zip(cycle((*COLOURS[2:], *COLOURS[:2])), measured.items()):
             axis.plot(*zip(*points, strict=True), ":", color=colour, marker="s", label=name)
-        if measured:
-            axis.legend(fontsize=6.5, ncols=2)
-        axis.annotate(
-            f"{lengths[-1]:.2f}",
-            (steps[-1], lengths[-1]),
-            xytext=(-2, -12),
-            textcoords="offset points",
-            ha="right",
-            color=COLOURS[1],
-            fontweight="bold",
-            fontsize=9,
-        )
+        axis.legend(fontsize=6.5, ncols=2)
         axis.set_ylabel("forecast\naccept_length")
     last.set_xlabel("optimizer step")
     last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
@@ -261,7 +226,8 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
     return _svg(figure, "Share of drafted tokens accepted at each depth, conditional and unconditional, by draft shape")
 
 
-def _coverage(token_map: dict[str, Any]) -> str:
+@rc_context(fname=STYLE)
+def coverage_figure(token_map: dict[str, Any]) -> str:
     """Draw the share of tokens in the map over its size, thin lines by corpus, and mark the chosen size."""
     figure = Figure()
     axis = figure.subplots()
@@ -274,29 +240,17 @@ def _coverage(token_map: dict[str, Any]) -> str:
     for colour, name in zip(cycle((*COLOURS[2:], QUIET)), rows[0].get("by_corpus", ())):
         label = name if len(name) <= 30 else f"...{name[-27:]}"
         axis.plot(sizes, [100 * row["by_corpus"][name] for row in rows], color=colour, linewidth=1, label=label)
-    if len(axis.get_lines()) > 1:
-        axis.legend(loc="lower right")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
+    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     size, coverage = token_map["size"], token_map["coverage"]
     if len(held_out) == len(rows) and is_number(token_map.get("held_out_coverage")):
         coverage = token_map["held_out_coverage"]
     axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
-    axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
-    # The curves are above and to the left of the marker; near the right edge only the left side has space.
-    right = size <= sizes[-1] / 4
-    axis.annotate(
-        f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
-        (size, 100 * coverage),
-        fontsize=9,
-        xytext=(10 if right else -10, -48),
-        textcoords="offset points",
-        color=COLOURS[1],
-        ha="left" if right else "right",
-        fontweight="bold",
-    )
+    chosen = f"chosen: {size:,} ids, {100 * coverage:.1f} %"
+    axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5, label=chosen)
+    axis.legend(loc="lower right")
     axis.set(xlabel="ids in the draft vocabulary", ylabel="tokens covered, %")
     return _svg(figure, "Share of tokens covered by the draft vocabulary, by its size")
 
@@ -310,17 +264,8 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
     notes = ["", *(f"  {row['speedup']:.2f}x{', slower' if is_slower(row) else ''}" for row in rows)]
     colours = [PLAIN_COLOUR, *(COLOURS[place % len(COLOURS)] for place in range(len(rows)))]
     bars = axis.barh(names, speeds, color=colours, height=0.62)
-    for bar, speed, note in zip(bars, speeds, notes, strict=True):
-        axis.annotate(
-            f"{speed:.1f}{note}",
-            (speed, bar.get_y() + bar.get_height() / 2),
-            xytext=(5, 0),
-            va="center",
-            textcoords="offset points",
-            color=INK,
-            fontsize=9.5,
-            fontweight="bold",
-        )
+    texts = [f"{speed:.1f}{note}" for speed, note in zip(speeds, notes, strict=True)]
+    axis.bar_label(bars, texts, padding=5, color=INK, fontsize=9.5, fontweight="bold")
     axis.set_xlim(0, max(speeds) * 1.28)
     axis.invert_yaxis()
     axis.set_xlabel("tokens per second in the decode phase")
@@ -329,15 +274,6 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
     axis.grid(True, axis="x")
     axis.tick_params(axis="y", labelsize=10, labelcolor=INK)
     return _svg(figure, "Tokens per second of plain decoding and of each draft shape")
-
-
-def octaves(sizes: Sequence[int], most: int) -> list[int]:
-    """Return powers of two from the smallest to the largest size; every 2nd or 4th if there are more than `most`."""
-    powers = [1 << bits for bits in range((sizes[0] - 1).bit_length(), sizes[-1].bit_length())]
-    stride = 1
-    while len(powers[::stride]) > most:
-        stride *= 2
-    return powers[::stride]
 
 
 def _svg(figure: Figure, description: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
-from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round
+from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round, Trial
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.request import summarise
 from toolkit.infer.verify.token_distribution import uniform
@@ -26,23 +26,19 @@ Key = tuple[str, int]  # question_id, turn
 
 def tabulate(
     rounds: Sequence[Round],
+    trial: Trial,
     shapes: Sequence[DraftShape],
-    target: Target,
-    temperature: float,
-    method: str = "eagle3",
     check_tokens: bool = True,
-    verify: str = "target",
     adaptive: DraftShape | None = None,
     forced: ForcedAcceptance | None = None,
-    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
     adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured. Where it has
-    lookup and there are rounds of HEAD_ALONE, these come before it. deterministic: no answer may differ, by rounding
-    either.
+    lookup and there are rounds of HEAD_ALONE, these come before it. Under `deterministic` no answer may differ, by
+    rounding either.
     """
-    plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
+    temperature, plain = trial.sampling.temperature, {_key(answer): answer for answer in _answers(rounds, PLAIN)}
     modes = {} if adaptive is None else {ADAPTIVE: shape_keys(adaptive) | {"shape": ADAPTIVE}}
     if any(done.mode == HEAD_ALONE for done in rounds):
         modes = {HEAD_ALONE: modes[ADAPTIVE] | {"lookup": False}, ADAPTIVE: modes[ADAPTIVE] | {"lookup": True}}
@@ -52,8 +48,8 @@ def tabulate(
         judged: dict[Key, Divergence | None] = {}
         for answer in _answers(rounds, mode):
             if check_tokens:
-                found = _judge(target, plain[_key(answer)], answer, temperature)
-                if found is not None and deterministic:
+                found = _judge(trial.target, plain[_key(answer)], answer, temperature)
+                if found is not None and trial.config.deterministic:
                     found = replace(found, near_tie=False)
                 judged[_key(answer)] = found
             answers.append(_answer_entry(mode, answer))
@@ -64,7 +60,8 @@ def tabulate(
         ]
         tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
         for task in (ALL, *tasks):
-            row = {"method": method, **keys, "temperature": temperature, "verify": verify, "task": task}
+            row = {"method": trial.draft.kind, **keys, "temperature": temperature, "verify": trial.config.verify}
+            row["task"] = task
             row |= _row(rounds, mode, task, judged if check_tokens else None)
             rows.append(row if forced is None else {**row, **_forced(rounds, mode, task, forced)})
     return {"rows": rows, "answers": answers, "times": _times(rounds), "divergences": divergences}
@@ -74,8 +71,7 @@ def ceiling_of(rounds: Sequence[Round], depth: int) -> dict[str, Any]:
     """Return what perfect drafts of `depth` tokens gain: accept_length, speed and speedup over all prompts."""
     stats = summarise(event for answer in _answers(rounds, PERFECT) for event in answer.events)
     speed = _speed(rounds, PERFECT, ALL)
-    kept = ("tokens_per_s", "speedup", "decode_s", "prefill_s")
-    return {"drafts": depth, "accept_length": number(stats.accept_length), **{key: speed[key] for key in kept}}
+    return {"drafts": depth, "accept_length": number(stats.accept_length), **speed}
 
 
 def _forced(rounds: Sequence[Round], mode: str, task: str, forced: ForcedAcceptance) -> dict[str, Any]:
@@ -118,7 +114,6 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
         **_speed(rounds, mode, task),
-        **_parts(answers),
         **_equality(None if judged is None else len(answers), [found.near_tie for found in parted]),
     }
 
@@ -126,11 +121,10 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
 def _equality(answers: int | None, near: Sequence[bool | None]) -> dict[str, Any]:
     """Return how many answers are plain decoding's. near: of each that parts; answers: None if none was compared."""
     if answers is None:
-        return dict.fromkeys(("tokens_equal", "identical", "near_ties", "unequal", "not_judged"))
+        return dict.fromkeys(("tokens_equal", "near_ties", "unequal", "not_judged"))
     unequal, not_judged = near.count(False), near.count(None)
     return {
         "tokens_equal": None if not_judged and not unequal else not unequal,
-        "identical": answers - len(near),
         "near_ties": near.count(True),
         "unequal": unequal,
         "not_judged": not_judged,
@@ -152,48 +146,25 @@ def _interval(answers: Sequence[LoggedAnswer]) -> list[float | None]:
 
 
 def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | None]:
-    """Return speeds and times of one task; None if a batch mixed it with other tasks, whose times are not separable."""
-    ours, plain = (_clock(rounds, one, task) for one in (mode, PLAIN))
-    if ours is None or plain is None:
-        names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_with_prefill")
-        return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
-    speed, plain_speed = ours["decode_tokens"] / ours["decode_s"], plain["decode_tokens"] / plain["decode_s"]
-    with_prefill = [clock["tokens"] / (clock["decode_s"] + clock["prefill_s"]) for clock in (ours, plain)]
-    return {
-        "tokens_per_s": speed,
-        "plain_tokens_per_s": plain_speed,
-        "speedup": speed / plain_speed,
-        "speedup_with_prefill": with_prefill[0] / with_prefill[1],
-        "decode_s": ours["decode_s"],
-        "plain_decode_s": plain["decode_s"],
-        "prefill_s": ours["prefill_s"],
-        "plain_prefill_s": plain["prefill_s"],
-    }
+    """Return the speeds of one task; None if a batch mixed it with other tasks, whose times are not separable."""
+    speed, plain = (_tokens_per_s(rounds, one, task) for one in (mode, PLAIN))
+    if speed is None or plain is None:
+        return dict.fromkeys(("tokens_per_s", "plain_tokens_per_s", "speedup"))
+    return {"tokens_per_s": speed, "plain_tokens_per_s": plain, "speedup": speed / plain}
 
 
-def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | None:
-    """Return sums over the rounds of one mode; None for mixed rounds, and when only first tokens were decoded."""
-    sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0, "tokens": 0}
+def _tokens_per_s(rounds: Iterable[Round], mode: str, task: str) -> float | None:
+    """Return the decode speed of one mode; None for mixed rounds, and when only first tokens were decoded."""
+    seconds, tokens = 0.0, 0
     for done in (done for done in rounds if done.mode == mode):
         tasks = {answer.question.prompt.task for answer in done.answers}
         if task != ALL and task not in tasks:
             continue
         if task != ALL and len(tasks) > 1:
             return None
-        sums["prefill_s"] += done.prefill_s
-        sums["decode_s"] += done.decode_s
-        sums["decode_tokens"] += done.decode_tokens
-        sums["tokens"] += sum(len(answer.output_ids) for answer in done.answers)
-    return sums if sums["decode_tokens"] > 0 and sums["decode_s"] > 0 else None
-
-
-def _parts(answers: Iterable[LoggedAnswer]) -> dict[str, float]:
-    """Return seconds by part of the steps. An event has the seconds of its batch, so they are divided by its size."""
-    events = [event for answer in answers for event in answer.events]
-    return {
-        name: sum(getattr(event, name) / event.batch for event in events)
-        for name in ("draft_s", "verify_s", "commit_s")
-    }
+        seconds += done.decode_s
+        tokens += done.decode_tokens
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
 
 
 def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
@@ -204,13 +175,9 @@ def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
         "question_id": answer.question.prompt.question_id,
         "turn": answer.question.turn,
         "task": answer.question.prompt.task,
-        "prompt_tokens": len(answer.question.prompt_ids),
         "tokens": len(answer.output_ids),
         "verify_steps": stats.verify_steps,
-        "truncated_steps": stats.truncated_steps,
         "accepted": stats.accepted,
-        "accept_length": number(stats.accept_length),
-        "accepted_by_step": [event.accepted for event in answer.events if event.offered > 0],
     }
 
 

@@ -16,11 +16,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.bench.prompts import Prompt
+from toolkit.bench.prompts import BUILTIN, Prompt
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.cache.cache_manager import GPU_SHARE
@@ -37,7 +37,7 @@ from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEve
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
-from toolkit.weights import sha256_json
+from toolkit.weights import sha256_file, sha256_json
 
 WARMUP_TOKENS = 16
 PERFECT = "perfect drafts"  # the mode of `PerfectDrafter`
@@ -196,14 +196,13 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
             requests.append(engine.add_request(question.prompt_ids, params, speculative=mode.shape is not None))
         except PromptTooLongError as error:
             raise BenchError(f"prompt {question.prompt.question_id}, turn {question.turn}: {error}") from error
-    prefill_s = decode_s = 0.0
+    decode_s = 0.0
     while engine.has_work():
         fresh = [request for request in requests if not request.output_ids]
         engine.step()
         now = time.perf_counter()
         # A step prefills waiting prompts before it decodes, so its last first token separates the two phases.
         first = max((request.first_token_at for request in fresh if request.first_token_at is not None), default=clock)
-        prefill_s += first - clock
         decode_s += now - first
         clock = now
     decode_tokens = sum(len(request.output_ids) - 1 for request in requests)
@@ -211,7 +210,7 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
         LoggedAnswer(question, tuple(request.output_ids), tuple(request.events))
         for question, request in zip(questions, requests, strict=True)
     )
-    return Round(mode.name, answers, prefill_s, decode_s, decode_tokens)
+    return Round(mode.name, answers, decode_s, decode_tokens)
 
 
 logger = get_logger(__name__)
@@ -240,13 +239,11 @@ class LoggedAnswer:
 class Round:
     """One mode's answers to a group of questions that were decoded together.
 
-    prefill_s: seconds until the first token of each answer. decode_s: all other seconds. decode_tokens: the tokens
-    written in decode_s, that is all but the first token of each answer.
+    decode_s: seconds after the first token of each answer. decode_tokens: the tokens written in them.
     """
 
     mode: str
     answers: tuple[LoggedAnswer, ...]
-    prefill_s: float
     decode_s: float
     decode_tokens: int
 
@@ -309,8 +306,7 @@ def _row(done: Round) -> dict[str, Any]:
         }
         for answer in done.answers
     ]
-    times = {"prefill_s": done.prefill_s, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens}
-    return {"mode": done.mode, **times, "answers": answers}
+    return {"mode": done.mode, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens, "answers": answers}
 
 
 def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Sampling) -> Round:
@@ -320,7 +316,7 @@ def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Samp
         question = Question(prompt, turn, tuple(kept["prompt_ids"]), sampling.params(prompt, turn))
         events = tuple(VerifyEvent(*event) for event in kept["events"])
         answers.append(LoggedAnswer(question, tuple(kept["output_ids"]), events))
-    return Round(row["mode"], tuple(answers), row["prefill_s"], row["decode_s"], row["decode_tokens"])
+    return Round(row["mode"], tuple(answers), row["decode_s"], row["decode_tokens"])
 
 
 TOKENS_AGAIN = 3  # most tokens that one of an answer is in the next prompt: incomplete characters are read as U+FFFD
@@ -328,13 +324,35 @@ TOKENS_AGAIN = 3  # most tokens that one of an answer is in the next prompt: inc
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured: a head on its target, prompts and how they are answered, and the options of the engines."""
+    """What is measured: a draft on its target, prompts and how they are answered, and the options of the engines.
+
+    source: where the prompts come from, as records have it.
+    """
 
     target: Target
-    draft: DraftCheckpoint
+    draft: Draft
     prompts: Sequence[Prompt]
     sampling: Sampling
     config: EngineConfig
+    source: str = BUILTIN
+
+    @property
+    def head(self) -> DraftCheckpoint:
+        assert isinstance(self.draft, DraftCheckpoint), "a head is measured"
+        return self.draft
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that records of every kind have."""
+        config, token_map = self.config, self.config.token_map
+        named = None if token_map is None else {"file": Path(token_map).name, "sha256": sha256_file(Path(token_map))}
+        return {
+            "prompts": self.source,
+            **asdict(self.sampling),
+            "token_map": named,
+            "batch": self.batch,
+            "deterministic": config.deterministic,
+            "torch_compile": config.torch_compile,
+        }
 
     @property
     def batch(self) -> int:
@@ -344,10 +362,10 @@ class Trial:
         return replace(self, config=replace(self.config, max_running_requests=batch))
 
     def with_room(self) -> Trial:
-        """By verify rule `target`, in a context as long as the conversations need."""
+        """In a context as long as the conversations need."""
         most = self.sampling.max_tokens
-        config = replace(self.config, verify="target")
-        return replace(self, config=with_context(config, longest_prompt(self.target, self.prompts, most), most))
+        longest = longest_prompt(self.target, self.prompts, most)
+        return replace(self, config=with_context(self.config, longest, most))
 
 
 class SideBySide(ExitStack):
@@ -407,9 +425,9 @@ def longest_prompt(target: Target, prompts: Iterable[Prompt], max_tokens: int) -
     """The most tokens of a prompt in these conversations, whose earlier answers have up to max_tokens."""
     longest = 1
     for prompt in prompts:
-        messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        messages = _system(prompt)
         for turn in prompt.turns:
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
+            messages += [_user(turn), {"role": "assistant", "content": "."}]
         answers = TOKENS_AGAIN * max_tokens * (len(prompt.turns) - 1)
         longest = max(longest, len(prompt_ids(target.tokenizer, messages[:-1])) + answers)
     return longest

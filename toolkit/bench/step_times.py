@@ -14,15 +14,14 @@ say otherwise is noise, and is levelled. The shapes that matter run again.
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import cycle, groupby
 from statistics import median
 from typing import Any
 
 from toolkit.bench.side_by_side import Progress, SideBySide, Trial, rotated, with_context, with_eager_rounds
-from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.search_file import verified
 from toolkit.infer.request.draft_tree import DraftShape
@@ -69,29 +68,25 @@ class StepTimes:
             "verifies": {key: verify for key, (verify, _) in self.verifies.items()},
         }
 
-    def parts(self, shape: DraftShape | None) -> Parts:
-        """The parts of a round with this shape; None: a plain round. Raises KeyError for parts that did not run."""
-        if shape is None:
-            return self.plain
+    def parts(self, shape: DraftShape) -> Parts:
+        """The parts of a round with this shape. Raises KeyError for parts that did not run."""
         verify, other = self.verifies[verified(shape)]
         return Parts(self.drafts[shape.num_steps, shape.top_k], verify, other)
 
 
 def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns a small part of the shapes that contains every (num_steps, top_k) and every kind of verification."""
+    """Returns a small part of the shapes that contains every (num_steps, top_k) and every kind of verification.
+
+    shapes: those of the same (num_steps, top_k) follow each other.
+    """
     chosen: list[DraftShape] = []
-    nodes: dict[str, int] = {}
-    by_drafting: dict[tuple[int, int], list[DraftShape]] = {}
+    taken: Counter[str] = Counter()
+    for _, alike in groupby(shapes, key=lambda one: (one.num_steps, one.top_k)):
+        chosen.append(min(alike, key=lambda one: taken[verified(one)]))  # the node count that was taken least
+        taken[verified(chosen[-1])] += 1
     for shape in shapes:
-        by_drafting.setdefault((shape.num_steps, shape.top_k), []).append(shape)
-        nodes.setdefault(verified(shape), 0)
-    for alike in by_drafting.values():  # the node count that was taken least
-        shape = min(alike, key=lambda one: nodes[verified(one)])
-        nodes[verified(shape)] += 1
-        chosen.append(shape)
-    for shape in shapes:
-        if not nodes[verified(shape)]:
-            nodes[verified(shape)] = 1
+        if not taken[verified(shape)]:
+            taken[verified(shape)] += 1
             chosen.append(shape)
     return chosen
 
@@ -107,21 +102,31 @@ def measure_step_times(
     three times as often.
 
     texts: ids of prompts, in place of the trial's; they are used in turn. After `max_tokens` of an answer the next one
-    takes its row, so that contexts are as long as those of the answers. on_progress(done, total): counts rounds.
+    takes its row, so that contexts are as long as those of the answers. on_progress(done, total): counts turns.
     """
-    chosen = covering_shapes(shapes)
-    with _batches(trial, [None, trial.draft], DraftShape.covering(chosen), texts) as (plain, drafting):
-        modes = [(plain, None), *((drafting, shape) for shape in chosen)]
-        rounds = dict(zip((None, *chosen), _in_turns(modes, TURNS, on_progress), strict=True))
-        wanted = matter(_step_times(trial.batch, rounds))
-        modes = [(plain, None), *((drafting, shape) for shape in wanted)]
-        for shape, more in zip((None, *wanted), _in_turns(modes, AGAIN_TURNS), strict=True):
-            rounds[shape] = rounds.get(shape, []) + more
+    chosen, rounds = covering_shapes(shapes), defaultdict[DraftShape | None, list[Parts]](list)
+    most = max(trial.sampling.max_tokens, LEAST_ANSWER)
+    params = SamplingParams(trial.sampling.temperature, seed=trial.sampling.seed, max_tokens=most, ignore_eos=True)
+    config = with_eager_rounds(replace(trial.config, verify="target"))  # a graph has no times of its parts
+    with SideBySide(with_context(config, max(map(len, texts)), most), trial.target, 2) as engines:
+        plain = _Batch(engines.open(), texts, params)
+        drafting = _Batch(engines.open(trial.draft, DraftShape.covering(chosen)), texts, params)
+
+        def take_turns(modes: Sequence[DraftShape | None], turns: int, show: Progress | None = None) -> None:
+            for turn in range(turns + 1):
+                for place, shape in enumerate(rotated(modes, turn), start=1):
+                    batch = plain if shape is None else drafting
+                    rounds[shape] += [batch.round(shape) for _ in range(1 + (TURN_ROUNDS if turn else 0))][1:]
+                    if show is not None:
+                        show(turn * len(modes) + place, (turns + 1) * len(modes))
+
+        take_turns([None, *chosen], TURNS, on_progress)
+        take_turns([None, *matter(_step_times(trial.batch, rounds))], AGAIN_TURNS)
     return _step_times(trial.batch, rounds)
 
 
-def _step_times(batch: int, rounds: Mapping[DraftShape | None, list[Parts]]) -> StepTimes:
-    plain = replace(_median(rounds[None]), draft_s=0.0)
+def _step_times(batch: int, rounds: Mapping[DraftShape | None, Sequence[Parts]]) -> StepTimes:
+    plain = Parts(0.0, *(median(getattr(one, name) for one in rounds[None]) for name in ("verify_s", "other_s")))
     drafts: dict[int, dict[int, list[Parts]]] = {}  # by top_k and num_steps
     verifies: dict[str, dict[int, list[Parts]]] = {}  # by kind and nodes
     names: dict[tuple[str, int], str] = {}
@@ -136,7 +141,7 @@ def _step_times(batch: int, rounds: Mapping[DraftShape | None, list[Parts]]) -> 
         plain,
         {(depth, k): one for k, found in drafts.items() for depth, one in _rising(found, "draft_s").items()},
         {
-            names[kind, nodes]: (max(verify, plain.verify_s), _median(found[nodes]).other_s)
+            names[kind, nodes]: (max(verify, plain.verify_s), median(one.other_s for one in found[nodes]))
             for kind, found in verifies.items()
             for nodes, verify in _rising(found, "verify_s").items()
         },
@@ -157,47 +162,6 @@ def _rising(rounds: Mapping[int, Sequence[Parts]], part: str) -> dict[int, float
     return {size: value for value, _, sizes in pools for size in sizes}
 
 
-@contextmanager
-def _batches(
-    trial: Trial, drafts: Sequence[Draft | None], shape: DraftShape, texts: Sequence[Sequence[int]]
-) -> Iterator[list[_Batch]]:
-    """Yields a full batch in an engine for each draft; None: a plain engine. shape: the largest one."""
-    sampling = trial.sampling
-    params = SamplingParams(
-        sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
-    )
-    config = with_eager_rounds(replace(trial.config, verify="target"))  # a graph has no times of its parts
-    config = with_context(config, max(map(len, texts)), params.max_tokens)
-    with SideBySide(config, trial.target, len(drafts)) as engines:
-        yield [_Batch(engines.open(draft, shape), texts, params) for draft in drafts]
-
-
-def _in_turns(
-    modes: Sequence[tuple[_Batch, DraftShape | None]], turns: int, on_progress: Progress | None = None
-) -> list[list[Parts]]:
-    """Gives each mode a round, and then `turns` turns of which all rounds but the first are timed."""
-    found: list[list[Parts]] = [[] for _ in modes]
-    done = 0
-    for turn in range(turns + 1):
-        for at in rotated(range(len(modes)), turn):
-            batch, shape = modes[at]
-            rounds = [batch.round(shape) for _ in range(1 + (TURN_ROUNDS if turn else 0))]
-            found[at] += rounds[1:]
-            done += len(rounds)
-            if on_progress is not None:
-                on_progress(done, rounds_of(len(modes), turns))
-    return found
-
-
-def rounds_of(modes: int, turns: int = TURNS) -> int:
-    """Returns how many rounds are run for so many shapes, plain decoding among them."""
-    return modes * (1 + turns * (1 + TURN_ROUNDS))
-
-
-def _median(parts: Sequence[Parts]) -> Parts:
-    return Parts(*(median(getattr(one, name) for one in parts) for name in ("draft_s", "verify_s", "other_s")))
-
-
 @dataclass
 class _Batch:
     """An engine with a full batch, whose requests are replaced when they end."""
@@ -213,7 +177,7 @@ class _Batch:
         most = max(context // 2, context - self.params.max_tokens)
         self.ids = cycle([one[:most] for one in self.prompts])
 
-    def round(self, shape: DraftShape | None = None) -> Parts:
+    def round(self, shape: DraftShape | None) -> Parts:
         """Runs one round of the full batch and returns its parts."""
         if shape is not None:
             self.engine.set_shape(shape)

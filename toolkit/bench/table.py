@@ -54,7 +54,6 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
     for line in (
         drafted_line(record),
         verdict_line(record),
-        cost_line(record),
         outcome_line(record),
         ceiling_line(record),
     ):
@@ -142,16 +141,6 @@ def drafted_line(record: dict[str, Any]) -> str:
     beside = ", and lookup up to 15 tokens where the text repeats itself" if looked_up else ""
     limit = f" Adaptive drafting drafts at most a {fixed_name(most)}{beside}."
     return f"accept_length counts the steps that drafted; the others decoded plainly.{limit}"
-
-
-def cost_line(record: dict[str, Any]) -> str:
-    """Return the seconds that each setting took; empty if they are not known."""
-    rows = [row for row in record["rows"] if row["task"] == ALL and row.get("decode_s") is not None]
-    if not rows:
-        return ""
-    parts = [f"plain decoding {rows[0]['plain_decode_s'] + rows[0]['plain_prefill_s']:.0f}"]
-    parts += [f"{shape_name(row)} {row['decode_s'] + row['prefill_s']:.0f}" for row in rows]
-    return f"Seconds of measuring: {', '.join(parts)}."
 
 
 def outcome_line(record: dict[str, Any]) -> str:

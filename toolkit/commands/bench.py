@@ -124,14 +124,11 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentsError(f"{given} and --draft are both given; measure a recipe's run folder or any head")
         _measure_any(args)
         return 0
-    stray = next((flag_of(name) for name in OPTIONS if name in args), None)
-    stray = stray or next((flag_of(name) for name in OWN if getattr(args, name) is not None), None)
-    setting = next((name for name in SETTINGS if getattr(args, name) is not None), None)
-    if setting is not None:
-        flag = "--shape" if setting == "shapes" else flag_of(setting)
-        raise ArgumentsError(f"{flag} needs --draft; override bench.{setting}=... instead")
+    stray = next((name for name in (*SETTINGS, *OPTIONS, *OWN) if getattr(args, name, None) is not None), None)
     if stray is not None:
-        raise ArgumentsError(f"{stray} needs --draft; name the head: --draft runs/NAME/ckpt")
+        flag = "--shape" if stray == "shapes" else flag_of(stray)
+        instead = f"override bench.{stray}=... instead" if stray in SETTINGS else "such as --draft runs/NAME/ckpt"
+        raise ArgumentsError(f"{flag} needs --draft; {instead}")
     job = run_of(args)
     set_threads()
     run_one_stage(job, "measure", args.force)

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any
 from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
 from toolkit.errors import PlanError
 from toolkit.head_kinds import HEAD_KINDS
+from toolkit.plan.step_time import FIGURES, Costs, Layout, Rank, gpu_named
 
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.plan.model_size import DraftCost, ModelSize
 
 HELP = "plan a deployment on SGLang or vLLM: layout, draft length by batch, launch lines, predicted throughput"
-FIGURES = {
-    "memory": "GB",
-    "bandwidth": "GB/s",
-    "tflops": "TFLOPS of bf16, dense",
-    "fp8-tflops": "TFLOPS of fp8, dense",
-    "link": "GB/s to a GPU of the same node, one way",
-    "network": "GB/s to other nodes, a GPU",
-}
-GPU_FIELDS = {"tflops": "flops", "fp8-tflops": "flops_8"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--weight-bits", type=float, metavar="N", help="bits of a weight of the target's layers (default: its config's)"
     )
-    engine.add_argument(
-        "--no-overlap",
-        action="store_true",
-        help="the engine does not schedule the next step while the GPU computes this one",
-    )
     parser.epilog = (
         "Only chains are planned, and engines that both read prompts and decode. The model is in "
         "toolkit/plan/step_time.py, its queue in deployment.py."
@@ -93,8 +80,7 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", default="H100", metavar="NAME", help="A100, H20, H100, H200, B200, L40S, or any other (default: H100)"
     )
     group.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs in all (default: 8)")
-    group.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a machine (default: 8)")
-    for name, unit in FIGURES.items():
+    for name, (_, _, unit) in FIGURES.items():
         group.add_argument(f"--gpu-{name}", type=float, metavar="X", help=f"{unit} (default: the table's)")
 
 
@@ -107,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.target is None or args.input is None or args.output is None:
         raise ArgumentsError("a TARGET, --input and --output are needed (and --concurrency or --rate)")
-    if min(args.gpus, args.gpus_per_node) < 1:
-        raise ArgumentsError("--gpus and --gpus-per-node need at least 1")
+    if args.gpus < 1:
+        raise ArgumentsError("--gpus needs at least 1")
     if args.draft is not None and args.head is not None:
         raise ArgumentsError("--draft and --head are both given; leave --head out, the directory states its kind")
     only = None if args.layout is None else _layout(args.layout)
@@ -117,21 +103,16 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.plan.deployment import Planner, Workload, plan_text
     from toolkit.plan.launch import EXPORTED, launch_lines
     from toolkit.plan.model_size import target_size
-    from toolkit.plan.step_time import Costs, Layout, calibrated, gpu_named
 
-    figures = {name: getattr(args, f"gpu_{name.replace('-', '_')}") for name in FIGURES}
-    gpu = gpu_named(
-        args.gpu, {GPU_FIELDS.get(name, name): value for name, value in figures.items() if value is not None}
-    )
+    gpu = gpu_named(args.gpu, {name: getattr(args, f"gpu_{name}") for name in FIGURES})
     limit = None if args.max_tpot_ms is None else args.max_tpot_ms / 1000
     work = Workload(args.input, args.output, args.concurrency, args.rate, limit)
     size, config, source, revision = target_size(args.target, args.weight_bits)
-    draft, costs, overlap = _draft(args, size, config, source, revision), Costs(), not args.no_overlap
+    draft, costs = _draft(args, size, config, source, revision), Costs()
     if args.step_ms is not None and only is not None:
         steps = {requests: ms / 1000 for requests, ms in numbers_by_count("--step-ms", args.step_ms).items()}
-        layout, context = Layout(*only, node=args.gpus_per_node), work.input + work.output / 2
-        costs = calibrated(size, gpu, layout, costs, steps, context=context, overlap=overlap)
-    planner = Planner(size, draft, gpu, work, costs, args.gpus_per_node, overlap, only)
+        costs = Rank(gpu, Layout(*only)).calibrated(size, steps, work.input + work.output / 2)
+    planner = Planner(size, draft, gpu, work, costs, only)
     best = planner.best(args.gpus)
     table = planner.table(best)
     parts = [plan_text(planner, best, table)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from toolkit.bench.acceptance import (
     ONE_BY_ONE,
     adaptive_limit,
     check_forced,
-    describe_token_map,
     measure_acceptance,
     measured_summary,
 )
@@ -31,7 +30,7 @@ from toolkit.bench.forecast import (
     rollout_answers,
     supported_shapes,
 )
-from toolkit.bench.prompts import BUILTIN, limited
+from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, machine_name, write_record
 from toolkit.bench.report import RunData, write_page
 from toolkit.bench.rows import headline_row, is_slower, lookup_row
@@ -47,7 +46,6 @@ from toolkit.bench.table import (
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes
-from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
@@ -82,21 +80,14 @@ def forecast_head(
     if rollouts is None:
         with progress_bar("forecast", "answer") as show:
             surface = forecast_surface(trial, largest, show)
-        answers = {"prompts": prompts_from(wanted), **asdict(trial.sampling)}
+        answers = {}
     else:
         references, temperature = rollout_answers(rollouts, trial.target, wanted.limit)
         with progress_bar("forecast", "answer") as show:
             surface = replay_answers(trial, references, largest, show)
         longest = max(len(one.output_ids) for one in references)
-        answers = {"rollouts": rollouts.name, "max_tokens": longest, "temperature": temperature}
-    settings = {
-        **answers,
-        "limit": wanted.limit,
-        "token_map": describe_token_map(config),
-        "batch": config.max_running_requests,
-        "deterministic": config.deterministic,
-        "torch_compile": config.torch_compile,
-    }
+        answers = {"rollouts": rollouts.name, "prompts": None, "max_tokens": longest, "temperature": temperature}
+    settings = {**trial.settings(), **answers, "limit": wanted.limit}
     record = forecast_record(surface, trial, settings, command_line())
     print_surface(record)
     out = out or Path("runs") / f"forecast-{machine_name(record['hardware'])}.json"
@@ -110,10 +101,17 @@ def open_trial(
     """What is measured, with the models loaded, and the shapes of `largest` that these support.
 
     Raises `DataError` and `DraftShapeError`, and as `load_head` does."""
-    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
+    prompts = prompts_and_shapes(wanted)[0]  # a mistake in these is found before the target is loaded
     target, draft = load_head(config)
+    return _trial(target, draft, prompts, wanted, config, seed), supported_shapes(target, draft, largest)
+
+
+def _trial(
+    target: Target, draft: Draft, prompts: list[Prompt], wanted: BenchSettings, config: EngineConfig, seed: int
+) -> Trial:
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
-    return Trial(target, draft, prompts, sampling, config), supported_shapes(target, draft, largest)
+    source = BUILTIN if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts)
+    return Trial(target, draft, limited(prompts, wanted.limit), sampling, config, source)
 
 
 def largest_shapes(
@@ -129,23 +127,10 @@ def load_head(config: EngineConfig) -> tuple[Target, DraftCheckpoint]:
     """Load the target and the head. Raises `ConfigError` unless `config.draft` names a head, and the errors of
     `load_models`."""
     config.check(device_of(config).type)
-    if str(config.draft) in (NGRAM, NONE):
-        checked_head(NgramLookup() if str(config.draft) == NGRAM else None)  # before the target is loaded
-    target, draft = load_models(config, device_of(config))
-    return target, checked_head(draft)
-
-
-def checked_head(draft: Draft | None) -> DraftCheckpoint:
-    """Raises `ConfigError` unless it is a head."""
-    if not isinstance(draft, DraftCheckpoint):
-        what = "nothing is drafted" if draft is None else "n-gram lookup has no head"
-        raise ConfigError(f"`draft` names no head ({what}); give a draft directory, or measure with `toolkit bench`")
-    return draft
-
-
-def prompts_from(wanted: BenchSettings) -> str:
-    """Where the prompts come from, as records have it."""
-    return BUILTIN if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts)
+    target, draft = (None, None) if str(config.draft) in (NGRAM, NONE) else load_models(config, device_of(config))
+    if target is None or not isinstance(draft, DraftCheckpoint):
+        raise ConfigError("`draft` names no head; give a draft directory, or measure with `toolkit bench`")
+    return target, draft
 
 
 def measure_stage(run: Run) -> str:
@@ -157,9 +142,8 @@ def measure_stage(run: Run) -> str:
     ckpt, target = (run.folder / CKPT_CONFIG).parent, run.load_target("serving")
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
-    engine = replace(ONE_BY_ONE, deterministic=run.recipe.rollouts.deterministic)
-    asked: Any = {"seed": run.recipe.seed, "config": engine}
-    record = _measure(target, draft, run.recipe.bench, keep=run.folder / ROUNDS, **asked)
+    engine, seed = replace(ONE_BY_ONE, deterministic=run.recipe.rollouts.deterministic), run.recipe.seed
+    record = _measure(target, draft, run.recipe.bench, engine, seed, keep=run.folder / ROUNDS)
     init = {"init": draft.meta["init"]} if "init" in draft.meta else {}  # with accept_length before and after
     measured = measured_summary(record) | {"outcome": outcome_line(record)} | init
     write_json(ckpt / "measured.json", measured)
@@ -172,7 +156,7 @@ def measure_stage(run: Run) -> str:
     for temperature in run.recipe.bench.further_temperatures:
         wanted = replace(run.recipe.bench, temperature=temperature, further_temperatures=())
         rounds, out = (run.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))
-        other = _measure(target, draft, wanted, keep=rounds, **asked)
+        other = _measure(target, draft, wanted, engine, seed, keep=rounds)
         write_record(out, other)
         print_acceptance(other)
     del target, draft
@@ -227,23 +211,30 @@ def measure_head(
         replace(config, shape=shape.as_text()).check(device.type)
     target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
-    adaptive: DraftShape | bool = wanted.adaptive
-    found = None
-    if searched and isinstance(draft, DraftCheckpoint):
-        found = search_of(draft, config, target)
+    adaptive = None
+    found = search_of(draft, config, target) if searched and isinstance(draft, DraftCheckpoint) else None
     kind = SAMPLED if wanted.temperature else GREEDY
     if found is not None and kind in found.best:
         best, adaptive = found.shape(config.max_running_requests, kind), found.largest
         say(f"The shapes are those of {config.draft}/{SEARCH} for batch {config.max_running_requests}:")
         say(f"adaptive up to {adaptive.as_text()}, and {best.as_text()} in every step.")
         wanted = replace(wanted, shapes=(ADAPTIVE, best.as_text()))
-    checked: Any = {"seed": seed, "check_tokens": check_tokens, "forced": forced}
-    record = _measure(target, draft, wanted, adaptive=adaptive, config=config, **checked)
+    record = _measure(target, draft, wanted, config, seed, adaptive=adaptive, check_tokens=check_tokens, forced=forced)
     print_acceptance(record)
     return _write(record, str(config.draft), out)
 
 
-def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
+def _measure(
+    target: Target,
+    draft: Draft,
+    wanted: BenchSettings,
+    config: EngineConfig,
+    seed: int,
+    *,
+    adaptive: DraftShape | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """adaptive: the largest shape of adaptive drafting; None: that of the shapes. settings: of `measure_acceptance`."""
     prompts, given = prompts_and_shapes(wanted)
     shapes = drafted_shapes(draft, given)
     if shapes != given:
@@ -251,20 +242,11 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
         left_out = [one.as_text() for one in given if one not in shapes]
         named = f"{' and '.join(left_out)} {'is' if len(left_out) == 1 else 'are'} left out"
         say(f"This {draft.kind} head drafts at most {default_shape(draft).num_steps} levels: {named}.")
+    if adaptive is None and wanted.adaptive:
+        adaptive = adaptive_limit(shapes, draft)
+    trial = _trial(target, draft, prompts, wanted, config, seed)
     with progress_bar("measure", "answer") as show:
-        return measure_acceptance(
-            target,
-            draft,
-            prompts,
-            shapes,
-            prompts_from=prompts_from(wanted),
-            limit=wanted.limit,
-            max_tokens=wanted.max_tokens,
-            temperature=wanted.temperature,
-            warmup=wanted.warmup,
-            on_progress=show,
-            **{"adaptive": wanted.adaptive, **settings},
-        )
+        return measure_acceptance(trial, shapes, adaptive=adaptive, warmup=wanted.warmup, on_progress=show, **settings)
 
 
 def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, Path]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from toolkit.errors import PlanError
 from toolkit.plan.model_size import DraftCost, ModelSize
 from toolkit.plan.published import CASES, PREDICTED_WITHIN
-from toolkit.plan.step_time import Costs, Gpu, Layout, cache_bytes, prefill_s, round_s, weight_bytes
+from toolkit.plan.step_time import NODE, Costs, Gpu, Layout, Rank
 
 MEMORY_SHARE = 0.88  # share of GPU memory for weights and cache; the rest is for activations and graphs
 TABLE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -85,7 +85,7 @@ class Deployment:
 class Planner:
     """The inputs of a plan.
 
-    overlap: the engine overlaps host and GPU work. only: the only layout to consider, as (GPUs, data parallel).
+    only: the only layout to consider, as (GPUs, data parallel).
     """
 
     size: ModelSize
@@ -93,28 +93,24 @@ class Planner:
     gpu: Gpu
     work: Workload
     costs: Costs
-    node: int = 8
-    overlap: bool = True
     only: tuple[int, bool] | None = None
 
     def most_requests(self, layout: Layout) -> int:
         """Return how many requests of full length fit into a rank's memory; 0 if the weights do not fit."""
         models = [self.size, *([self.draft.size] if self.draft else [])]
-        room = self.gpu.memory * MEMORY_SHARE - sum(weight_bytes(size, layout) for size in models)
-        request = sum(cache_bytes(size, layout, self.work.input + self.work.output) for size in models)
+        room = self.gpu.memory * MEMORY_SHARE - sum(layout.weight_bytes(size) for size in models)
+        request = sum(layout.cache_bytes(size, self.work.input + self.work.output) for size in models)
         return max(0, min(TABLE_SIZES[-1], int(room / request)))
 
     def batch(self, layout: Layout, requests: int) -> DecodeBatch:
         """Return the batch of `requests` with the draft length that gives the most tokens per second."""
         head, context = self.draft.size if self.draft else None, self.work.input + self.work.output / 2
         lengths = {0: 1.0, **(self.draft.accept_length if self.draft else {})}
+        rank = Rank(self.gpu, layout, self.costs)
         seconds = {
-            drafts: round_s(
-                self.size, head, self.gpu, layout, self.costs,
-                requests=requests, drafts=drafts, context=context, overlap=self.overlap,
-            )
+            drafts: rank.round_s(self.size, head, requests=requests, drafts=drafts, context=context)
             for drafts in lengths
-        }  # fmt: skip
+        }
         best = max(lengths, key=lambda drafts: lengths[drafts] / seconds[drafts])
         return DecodeBatch(requests, best, lengths[best], seconds[best], seconds[0])
 
@@ -126,11 +122,10 @@ class Planner:
 
     def layouts(self, gpus: int) -> Iterator[Layout]:
         """Yield the layouts that divide the GPUs, fit a node or several nodes, and have memory for a request."""
-        for n in (n for n in range(1, gpus + 1) if gpus % n == 0 and (self.node % n == 0 or n % self.node == 0)):
-            found = [Layout(n, node=self.node)] if self.size.heads % n == 0 else []
-            if self.size.n_experts and n > 1:
-                spread = Layout(n, True, self.node, redundant=-self.size.n_experts % n)
-                found += [spread] if n <= self.node else [spread, replace(spread, two_batches=True)]
+        for n in (n for n in range(1, gpus + 1) if gpus % n == 0 and (NODE % n == 0 or n % NODE == 0)):
+            found = [Layout(n)] if self.size.heads % n == 0 else []
+            if self.size.n_experts and self.size.n_experts % n == 0 and n > 1:
+                found += [Layout(n, True)] if n <= NODE else [Layout(n, True), Layout(n, True, two_batches=True)]
             for layout in found:
                 if self.only in (None, (layout.gpus, layout.data_parallel)) and self.most_requests(layout):
                     yield layout
@@ -148,7 +143,7 @@ class Planner:
                 f"{size.name} does not fit {there}{f' as {Layout(*self.only).name}' if self.only else ''}: "
                 f"{weights / GB:.1f} GB of weights and {size.cache.bytes(context) / GB:.2f} GB of cache per request of "
                 f"{context:,} tokens, {gpus * self.gpu.memory * MEMORY_SHARE / GB:.0f} GB of memory; a layout divides "
-                f"the GPUs, a node and the {size.heads} heads{' or distributes experts' if size.n_experts else ''}. "
+                f"the GPUs, a node and the {size.heads} heads, or the experts. "
                 "Use more or larger GPUs, fewer bits per weight, or leave the layout out"
             )
         found = [one for layout in layouts for one in self._deployments(layout, gpus // layout.gpus)]
@@ -167,7 +162,7 @@ class Planner:
     def _deployments(self, layout: Layout, count: int) -> Iterator[Deployment]:
         """Yield the deployments of this layout that meet the limits, by batch size."""
         work, ranks = self.work, layout.ranks * count
-        reads = prefill_s(self.size, self.gpu, layout, self.costs, work.input)
+        reads = Rank(self.gpu, layout, self.costs).prefill_s(self.size, work.input)
         most = self.most_requests(layout)
         if work.concurrency is not None:
             most = min(most, math.ceil(work.concurrency / ranks))
@@ -197,7 +192,7 @@ def plan_text(planner: Planner, best: Deployment, table: Sequence[DecodeBatch]) 
         )
     fitted = sum(1 for case in CASES if case.fitted)
     own = "" if planner.costs == Costs() else " A layer's fixed time is from your measured steps."
-    if planner.overlap and planner.draft is not None:
+    if planner.draft is not None:
         own += " None of them states drafts together with overlapped scheduling, as planned here."
     trust = (
         f"How far to trust it: a roofline with {fitted} costs fitted to {fitted} published figures; "
@@ -216,8 +211,8 @@ def _what(planner: Planner, best: Deployment) -> str:
         f"{size.name}: {size.parameters / 1e9:.1f}B parameters, {size.active / 1e9:.1f}B a token{experts}, "
         f"{size.bits:g} bits; cache {size.cache.bytes(context) / context / 1024:.1f} KiB a token",
         f"{gpu.name}: {gpu.memory / GB:g} GB, {gpu.bandwidth / GB:,.0f} GB/s, {gpu.flops / 1e12:g} TFLOPS bf16{fp8}",
-        f"memory of a GPU: {weight_bytes(size, layout) / GB:.1f} GB weights of the target, "
-        f"{cache_bytes(size, layout, context) / GB:.2f} GB cache a request of {context:,} tokens, of "
+        f"memory of a GPU: {layout.weight_bytes(size) / GB:.1f} GB weights of the target, "
+        f"{layout.cache_bytes(size, context) / GB:.2f} GB cache a request of {context:,} tokens, of "
         f"{gpu.memory * MEMORY_SHARE / GB:.1f} GB: at most {planner.most_requests(layout)} requests a rank",
     ]
     if size.max_context and context > size.max_context:
@@ -236,7 +231,6 @@ def _what(planner: Planner, best: Deployment) -> str:
 def _predicted(planner: Planner, best: Deployment) -> str:
     batch, layout, gpus = best.batch, best.layout, best.count * best.layout.gpus
     how = f"DP attention {layout.gpus}, EP {layout.gpus}" if layout.data_parallel else f"TP {layout.gpus}"
-    how += f", {layout.redundant} redundant experts" if layout.redundant else ""
     how += ", two batches" if layout.two_batches else ""
     drafts = f"{batch.drafts} a round, x{batch.gain:.2f} of plain decoding" if batch.drafts else "none, plain decoding"
     tokens = best.requests_per_s * planner.work.output

@@ -23,7 +23,7 @@ from toolkit.errors import PlanError
 from toolkit.heads.draft_head import build_head
 from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment
 from toolkit.plan.model_size import DraftCost, head_size, target_size
-from toolkit.plan.step_time import Costs, Gpu, Layout, calibrated, round_s
+from toolkit.plan.step_time import NODE, Gpu, Layout, Rank
 from toolkit.targets.facts import TargetFacts
 
 EXPORTED = "OUT"  # folder of the exported head in the printed export and launch lines
@@ -77,7 +77,6 @@ def _sglang_words(deployment: Deployment) -> list[str]:
     if layout.data_parallel:
         words += ["--dp-size", str(layout.gpus), "--enable-dp-attention", "--enable-dp-lm-head"]
         words += ["--moe-dense-tp-size", "1", "--ep-size", str(layout.gpus), "--moe-a2a-backend", "deepep"]
-        words += ["--ep-num-redundant-experts", str(layout.redundant)] if layout.redundant else []
         words += ["--enable-two-batch-overlap"] if layout.two_batches else []
     return [*words, "--max-running-requests", str(deployment.batch.requests * layout.ranks)]
 
@@ -88,15 +87,13 @@ def _vllm_words(deployment: Deployment) -> list[str]:
     if not layout.data_parallel:
         return [*words, "--tensor-parallel-size", str(layout.gpus)]
     words += ["--data-parallel-size", str(layout.gpus), "--enable-expert-parallel"]
-    if layout.redundant:
-        words += ["--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": layout.redundant})]
     words += ["--enable-dbo"] if layout.two_batches else []
-    return [*words, *(["--all2all-backend", "deepep_low_latency"] if layout.gpus > layout.node else [])]
+    return [*words, *(["--all2all-backend", "deepep_low_latency"] if layout.gpus > NODE else [])]
 
 
 def _ranks(engine: str, layout: Layout) -> list[list[str]]:
     """Return further options of the first node, and of each further node."""
-    nodes = layout.gpus // layout.node
+    nodes = layout.gpus // NODE
     if nodes <= 1:
         return [[]]
     if engine == "sglang":
@@ -105,9 +102,9 @@ def _ranks(engine: str, layout: Layout) -> list[list[str]]:
     if not layout.data_parallel:
         words = ["--nnodes", str(nodes), "--master-addr", "NODE0", "--node-rank"]
         return [[*words, "0"], [*words, "K", "--headless"]]
-    words = ["--data-parallel-size-local", str(layout.node), "--data-parallel-address", "NODE0"]
+    words = ["--data-parallel-size-local", str(NODE), "--data-parallel-address", "NODE0"]
     words += ["--data-parallel-rpc-port", "13345"]
-    return [words, [*words, "--data-parallel-start-rank", f"{layout.node}xK", "--headless"]]
+    return [words, [*words, "--data-parallel-start-rank", f"{NODE}xK", "--headless"]]
 
 
 def settings_text(
@@ -130,20 +127,17 @@ def settings_text(
         head = head_size(build_head(draft.head.config), size)
     if head.shared_head:  # an engine that is given the head's token map reads its rows of the target's matrix only
         head = replace(head, head=head.head * draft.token_map.size / draft.token_map.vocab_size)
-    layout, costs = Layout(1), Costs()
+    rank = Rank(gpu, Layout(1))
     if step_s is not None:
-        costs = calibrated(size, gpu, layout, costs, step_s, context=context)
+        rank = replace(rank, costs=rank.calibrated(size, step_s, context))
     source = "as given" if step_s else "by the model of `toolkit plan`"
     lines = [f"{engine} on {gpu.name}, step times {source}:"]
     in_target = draft.head.config.in_target
     for batch in batches:
-        plain = batch / round_s(size, None, gpu, layout, costs, requests=batch, drafts=0, context=context)
+        plain = batch / rank.round_s(size, requests=batch, context=context)
         speeds = {}
         for (steps, top_k, nodes), length in accept_lengths.items():
-            seconds = round_s(
-                size, head, gpu, layout, costs,
-                requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes,
-            )  # fmt: skip
+            seconds = rank.round_s(size, head, requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes)
             speeds[steps, top_k, nodes] = batch * length / seconds
         best = max(speeds, key=lambda shape: speeds[shape])
         text = (

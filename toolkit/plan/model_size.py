@@ -6,6 +6,7 @@ attention are computed by formulas for the supported kinds of attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,34 +33,47 @@ MOE = {
 
 
 @dataclass(frozen=True)
+class Attention:
+    """`layers` layers with cache and attention of one kind.
+
+    token_bytes: cache bytes of a layer per token. flops: operations of a layer for one query token per token of
+    context, in decode; prefill_flops: in prefill. window: the tokens that a query sees at most.
+    """
+
+    layers: float
+    token_bytes: float
+    flops: float
+    prefill_flops: float
+    window: float = math.inf
+
+
+@dataclass(frozen=True)
 class Cache:
     """Cache and attention of all layers.
 
-    token_bytes: cache bytes per token in layers with full attention. window_bytes: the same in layers that attend to
-    the last `window` tokens. shards: the number of GPUs over which the cache of a token can be split (1 for multi-head
-    latent attention, which stores one vector for all heads). flops, window_flops: operations of one query token per
-    token of context in decode. prefill_flops: the same in prefill.
+    shards: the number of GPUs over which the cache of a token can be split (1 for multi-head latent attention, which
+    stores one vector for all heads).
     """
 
-    token_bytes: float
+    parts: tuple[Attention, ...]
     shards: int
-    flops: float
-    prefill_flops: float
-    window: int = 0
-    window_bytes: float = 0.0
-    window_flops: float = 0.0
 
     def bytes(self, context: float) -> float:
         """Return the cache bytes of one request with `context` tokens."""
-        return self.token_bytes * context + self.window_bytes * min(context, self.window)
-
-    def of_one_layer(self, layers: int) -> Cache:
-        parts = ("token_bytes", "flops", "prefill_flops", "window_bytes", "window_flops")
-        return replace(self, **{name: getattr(self, name) / layers for name in parts})
+        return sum(one.layers * one.token_bytes * min(context, one.window) for one in self.parts)
 
     def operations(self, context: float) -> float:
         """Return the attention operations of one query token after `context` tokens."""
-        return self.flops * context + self.window_flops * min(context, self.window)
+        return sum(one.layers * one.flops * min(context, one.window) for one in self.parts)
+
+    def prefill_operations(self, tokens: float) -> float:
+        """Return the attention operations of a prompt: half of a causal square of the window, and then all of it."""
+        seen = [(one, min(tokens, one.window)) for one in self.parts]
+        return sum(one.layers * one.prefill_flops * (tokens * w - w * w / 2) for one, w in seen)
+
+    def of_one_layer(self, layers: int) -> Cache:
+        """Return the mean of all `layers`."""
+        return replace(self, parts=tuple(replace(one, layers=one.layers / layers) for one in self.parts))
 
 
 @dataclass(frozen=True)
@@ -98,11 +112,7 @@ class ModelSize:
     @property
     def active(self) -> float:
         """Parameters that one token uses."""
-        return self.body + self.head + self.active_experts
-
-    @property
-    def active_experts(self) -> float:
-        return self.experts * self.chosen / self.n_experts if self.n_experts else 0.0
+        return self.body + self.head + (self.experts * self.chosen / self.n_experts if self.n_experts else 0.0)
 
     @property
     def body_bytes(self) -> float:
@@ -190,17 +200,9 @@ def cache_of(config: Any, name: str) -> Cache:
         raise PlanError(f"{name} has layers of {', '.join(unknown)}; supported are full and sliding attention and MLA")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
-    a_layer, flops = 2 * kv_heads * size * CACHE_BYTES, 4 * heads * size
-    return Cache(
-        token_bytes=full * a_layer,
-        shards=kv_heads,
-        flops=full * flops,
-        prefill_flops=full * flops,
-        window=window if sliding else 0,
-        window_bytes=sliding * a_layer,
-        window_flops=sliding * flops,
-    )
+    layer = Attention(0, 2 * kv_heads * size * CACHE_BYTES, 4 * heads * size, 4 * heads * size)
+    parts = {"full_attention": layer, "sliding_attention": replace(layer, window=window)}
+    return Cache(tuple(replace(parts[kind], layers=kinds.count(kind)) for kind in dict.fromkeys(kinds)), kv_heads)
 
 
 def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
@@ -210,12 +212,8 @@ def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
     """
     rope = config.qk_rope_head_dim
     expanded = config.qk_nope_head_dim + rope + config.v_head_dim
-    return Cache(
-        token_bytes=layers * (rank + rope) * CACHE_BYTES,
-        shards=1,
-        flops=layers * 2 * heads * (2 * rank + rope),
-        prefill_flops=layers * 2 * heads * expanded,
-    )
+    layer = Attention(layers, (rank + rope) * CACHE_BYTES, 2 * heads * (2 * rank + rope), 2 * heads * expanded)
+    return Cache((layer,), shards=1)
 
 
 def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
@@ -330,8 +328,8 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
     tables = sum(part.weight.numel() for part in head.modules() if isinstance(part, nn.Embedding))  # read by rows
     matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
     layers = config.mtp_layers * config.layers
-    flops = 4 * layers * config.num_attention_heads * config.head_dim
-    token_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * CACHE_BYTES
+    flops = 4 * config.num_attention_heads * config.head_dim
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * CACHE_BYTES
     return ModelSize(
         name="the head",
         hidden_size=config.hidden_size,
@@ -340,7 +338,7 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
         body=own - matrix - tables,
         head=matrix or size.head,
         embedding=float(tables),
-        cache=Cache(token_bytes, config.num_key_value_heads, flops, flops),
+        cache=Cache((Attention(layers, token_bytes, flops, flops),), config.num_key_value_heads),
         shared_head=not matrix,
         one_pass=bool(config.drafts_at_once),
     )

@@ -9,12 +9,12 @@ from functools import lru_cache
 from transformers import AutoConfig
 
 from toolkit.plan.model_size import ModelSize, native_mtp, size_of_config, usual_head
-from toolkit.plan.step_time import GPUS, Costs, Layout, prefill_s, round_s
+from toolkit.plan.step_time import GPUS, Costs, Layout, Rank
 
 SOURCES = {
     "mtp": "SGLang's MTP report, lmsys.org/blog/2025-07-17-mtp. Its accept_length of 1 draft is not published: 1.72 "
     "follows from 2.18 and 2.44. Of the large deployment's 128 GPUs 96 decode (12 of 16 nodes); that it overlaps two "
-    "batches, and 32 redundant experts in both deployments, is assumed. Its drafts are without overlapped scheduling",
+    "batches is assumed. Its drafts are without overlapped scheduling",
     "ep": "SGLang's large-scale EP report, lmsys.org/blog/2025-05-05-large-scale-ep; one batch: by its gain of 25.5 %",
     "docs": "SGLang's documentation of speculative decoding",
     "bundle": "SpecBundle's raw results, batch 1, MT-Bench; the GPU is taken to be an H200 by its plain speed, and "
@@ -47,7 +47,7 @@ def llama_8b() -> tuple[ModelSize, ModelSize]:
 def _llama(costs: Costs, gpu: str, drafts: int = 0) -> float:
     """Return rounds per second of one request, at a context of 512 tokens since MT-Bench's texts are short."""
     size, head = llama_8b()
-    return 1 / round_s(size, head, GPUS[gpu], Layout(1), costs, requests=1, drafts=drafts, context=512)
+    return 1 / Rank(GPUS[gpu], Layout(1), costs).round_s(size, head, requests=1, drafts=drafts, context=512)
 
 
 def _bundle(costs: Costs, drafts: int) -> float:
@@ -57,27 +57,25 @@ def _bundle(costs: Costs, drafts: int) -> float:
 def _decoded(costs: Costs, gpu: str, layout: Layout, requests: int, drafts: int, context: int, overlap: bool) -> float:
     """Return tokens per second of a rank of DeepSeek-V3, after `context` tokens."""
     size = deepseek_v3()
-    seconds = round_s(
-        size, native_mtp(size), GPUS[gpu], layout, costs,
-        requests=requests, drafts=drafts, context=context, overlap=overlap,
-    )  # fmt: skip
+    rank = Rank(GPUS[gpu], layout, costs)
+    seconds = rank.round_s(size, native_mtp(size), requests=requests, drafts=drafts, context=context, overlap=overlap)
     return requests * ACCEPT_LENGTH.get(drafts, 1.0) / seconds
 
 
 def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
     """In the middle of 4,096 tokens after a prompt of 65,536, with 2 requests per rank."""
-    return _decoded(costs, "H200", Layout(16, True, redundant=32), 2, drafts, 65_536 + 2_048, overlap)
+    return _decoded(costs, "H200", Layout(16, True), 2, drafts, 65_536 + 2_048, overlap)
 
 
 def _large(costs: Costs, gpu: str, gpus: int, requests: int, drafts: int = 0, two_batches: bool = True) -> float:
     """In the middle of 100 tokens after a prompt of 2,000; the H100 deployment overlaps scheduling."""
-    layout = Layout(gpus, True, redundant=32, two_batches=two_batches)
+    layout = Layout(gpus, True, two_batches=two_batches)
     return _decoded(costs, gpu, layout, requests, drafts, 2_050, overlap=gpu == "H100")
 
 
 def _prefill(costs: Costs, tokens: int) -> float:
-    layout = Layout(32, data_parallel=True)
-    return 8 * tokens / prefill_s(deepseek_v3(), GPUS["H100"], layout, costs, tokens)
+    rank = Rank(GPUS["H100"], Layout(32, data_parallel=True), costs)
+    return 8 * tokens / rank.prefill_s(deepseek_v3(), tokens)
 
 
 @dataclass(frozen=True)

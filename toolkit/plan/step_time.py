@@ -59,31 +59,39 @@ GPUS = {
         Gpu("L40S", 48 * GB, 0.864 * TB, 362 * TFLOPS, 733 * TFLOPS, 32 * GB, 25 * GB),
     )
 }
-# Fields that users may give, in the units of data sheets: field -> factor.
-UNITS = {"memory": GB, "bandwidth": GB, "flops": TFLOPS, "flops_8": TFLOPS, "link": GB, "network": GB}
-NEEDED = ("memory", "bandwidth", "flops")
+
+# Figures that users may give, in the units of data sheets: name -> field of a Gpu, factor, unit.
+FIGURES = {
+    "memory": ("memory", GB, "GB"),
+    "bandwidth": ("bandwidth", GB, "GB/s"),
+    "tflops": ("flops", TFLOPS, "TFLOPS of bf16, dense"),
+    "link": ("link", GB, "GB/s to a GPU of the same node, one way"),
+    "network": ("network", GB, "GB/s to other nodes, a GPU"),
+}
+NEEDED = ("memory", "bandwidth", "tflops")
 
 
-def gpu_named(name: str, stated: dict[str, float] | None = None) -> Gpu:
-    """Return a GPU of the table, or another one. `stated` figures (GB, GB/s, TFLOPS) override those of the table.
+def gpu_named(name: str, stated: Mapping[str, float | None] | None = None) -> Gpu:
+    """Return a GPU of the table, or another one. `stated` figures, by FIGURES, override those of the table.
 
     Raises `PlanError` for figures that are not above 0, and when an unknown GPU lacks figures.
     """
-    own: dict[str, Any] = {key: value * UNITS[key] for key, value in (stated or {}).items()}
-    wrong = [key for key, value in own.items() if value <= 0]
-    if wrong:
+    given = {figure: value for figure, value in (stated or {}).items() if value is not None}
+    if wrong := [figure for figure, value in given.items() if value <= 0]:
         raise PlanError(f"{', '.join(wrong)} of the GPU must be above 0")
+    own: dict[str, Any] = {FIGURES[figure][0]: value * FIGURES[figure][1] for figure, value in given.items()}
     known = next((gpu for key, gpu in GPUS.items() if key.lower() == name.lower()), None)
     if known is not None:
         return replace(known, **own)
-    lacking = [key for key in NEEDED if key not in own]
-    if lacking:
+    if lacking := [figure for figure in NEEDED if figure not in given]:
         raise PlanError(
             f"GPU {name!r} is not in the table ({', '.join(GPUS)}); give --gpu-memory GB, --gpu-bandwidth GB/s and "
             f"--gpu-tflops of bf16 (missing: {', '.join(lacking)})"
         )
     return Gpu(name, **{"flops_8": None, "link": 32 * GB, **own})
 
+
+NODE = 8  # GPUs of a machine
 
 # Below this many rows per rank, two batches are slower than one (SGLang's large-scale EP report, ablation study).
 TWO_BATCH_ROWS = 64
@@ -122,15 +130,13 @@ class Layout:
     """The parallel layout of one engine on `gpus` GPUs.
 
     data_parallel: attention is replicated, each GPU serves its own requests, and experts are distributed over all GPUs;
-    otherwise all tensors are split over all GPUs (tensor parallel). node: GPUs per node. redundant: additional copies
-    of experts. two_batches: one half of a rank's requests computes while the rows of the other half are exchanged
-    (SGLang's two-batch overlap); each half reads the weights and has the fixed times.
+    otherwise all tensors are split over all GPUs (tensor parallel). two_batches: one half of a rank's requests computes
+    while the rows of the other half are exchanged (SGLang's two-batch overlap); each half reads the weights and has the
+    fixed times.
     """
 
     gpus: int
     data_parallel: bool = False
-    node: int = 8
-    redundant: int = 0
     two_batches: bool = False
 
     @property
@@ -147,128 +153,113 @@ class Layout:
         """Number of GPUs over which the attention weights are split."""
         return 1 if self.data_parallel else self.gpus
 
+    def weight_bytes(self, size: ModelSize) -> float:
+        """Return the bytes of weights on one GPU; a shared output matrix counts for the target only."""
+        dense = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
+        return dense / self.split + size.expert_bytes / self.gpus
 
-def weight_bytes(size: ModelSize, layout: Layout) -> float:
-    """Return the bytes of weights on one GPU; a shared output matrix counts for the target only."""
-    copies = 1 + (layout.redundant / size.n_experts if size.n_experts and layout.data_parallel else 0)
-    dense = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
-    return dense / layout.split + size.expert_bytes * copies / layout.gpus
-
-
-def cache_bytes(size: ModelSize, layout: Layout, context: float) -> float:
-    """Return the cache bytes of one request on each GPU of its rank."""
-    return size.cache.bytes(context) / min(layout.split, size.cache.shards)
+    def cache_bytes(self, size: ModelSize, context: float) -> float:
+        """Return the cache bytes of one request on each GPU of its rank."""
+        return size.cache.bytes(context) / min(self.split, size.cache.shards)
 
 
-def forward_s(
-    size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, *, requests: float, tokens: int, context: float
-) -> float:
-    """Return the seconds of one forward over `tokens` of each of `requests` per rank, after `context` tokens."""
-    parts = 2 if layout.two_batches and requests * tokens >= TWO_BATCH_ROWS else 1
-    rows = requests * tokens / parts  # per rank and batch
-    compute = _linear_s(size, gpu, layout, costs, rows) + size.layers * costs.layer_s
-    cache = requests / parts * cache_bytes(size, layout, context)
-    operations = rows * size.cache.operations(context) / layout.split
-    compute += max(cache / (gpu.bandwidth * costs.bandwidth_share), operations / (gpu.flops * costs.attention_share))
-    exchange = _exchange_s(size, gpu, layout, costs, rows)
-    return compute + exchange if parts == 1 else parts * max(compute, exchange)
+@dataclass(frozen=True)
+class Rank:
+    """A rank, and the times of its steps in seconds."""
 
+    gpu: Gpu
+    layout: Layout
+    costs: Costs = Costs()
 
-def _linear_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
-    """Return the seconds of linear layers and experts. Rows choose experts at random; only those chosen are read."""
-    touched = 1 - (1 - size.chosen / size.n_experts) ** (rows * layout.ranks) if size.n_experts else 0.0
-    read = (size.body_bytes + 2 * size.head) / layout.split + size.expert_bytes / layout.gpus * touched
-    products = 2 * rows * size.active / layout.split
-    rate = gpu.rate(size.bits) * costs.product_share
-    return max(read / (gpu.bandwidth * costs.bandwidth_share), products / rate)
+    def forward_s(self, size: ModelSize, *, requests: float, tokens: int, context: float) -> float:
+        """Return the time of one forward over `tokens` of each of `requests`, after `context` tokens."""
+        gpu, layout, costs = self.gpu, self.layout, self.costs
+        parts = 2 if layout.two_batches and requests * tokens >= TWO_BATCH_ROWS else 1
+        rows = requests * tokens / parts  # per batch
+        cache = requests / parts * layout.cache_bytes(size, context)
+        operations = rows * size.cache.operations(context) / layout.split
+        attention = max(
+            cache / (gpu.bandwidth * costs.bandwidth_share), operations / (gpu.flops * costs.attention_share)
+        )
+        compute = self._linear_s(size, rows) + attention + size.layers * costs.layer_s
+        exchange = self._exchange_s(size, rows)
+        return compute + exchange if parts == 1 else parts * max(compute, exchange)
 
+    def _linear_s(self, size: ModelSize, rows: float) -> float:
+        """Return the time of linear layers and experts. Rows choose experts at random; only those chosen are read."""
+        gpu, layout, costs = self.gpu, self.layout, self.costs
+        touched = 1 - (1 - size.chosen / size.n_experts) ** (rows * layout.ranks) if size.n_experts else 0.0
+        read = (size.body_bytes + 2 * size.head) / layout.split + size.expert_bytes / layout.gpus * touched
+        products = 2 * rows * size.active / layout.split
+        rate = gpu.rate(size.bits) * costs.product_share
+        return max(read / (gpu.bandwidth * costs.bandwidth_share), products / rate)
 
-def _exchange_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
-    """Return the seconds of communication.
+    def _exchange_s(self, size: ModelSize, rows: float) -> float:
+        """Return the time of communication.
 
-    Experts: each row is sent in 8 bits and returned in 16 bits, once per chosen expert. Tensor parallel: two
-    all-reduces per layer over every row in 16 bits (a ring sends 2 (n-1)/n of it).
-    """
-    n, width = layout.gpus, size.hidden_size
-    if n == 1:
-        return 0.0
-    if layout.data_parallel:
-        away, fixed = size.moe_layers * rows * size.chosen * width * 3, size.moe_layers * costs.exchange_s
-        if n <= layout.node:
-            return fixed + away / (gpu.link * costs.link_share)
-        return fixed + away * (1 - layout.node / n) / (gpu.network * costs.network_share)
-    speed = gpu.link * costs.ring_share if n <= layout.node else gpu.network * costs.network_share
-    return size.layers * 2 * (costs.sum_s + 2 * (n - 1) / n * rows * width * 2 / speed)
+        Experts: each row is sent in 8 bits and returned in 16 bits, once per chosen expert. Tensor parallel: two
+        all-reduces per layer over every row in 16 bits (a ring sends 2 (n-1)/n of it).
+        """
+        gpu, costs, n, width = self.gpu, self.costs, self.layout.gpus, size.hidden_size
+        if n == 1:
+            return 0.0
+        if self.layout.data_parallel:
+            away, fixed = size.moe_layers * rows * size.chosen * width * 3, size.moe_layers * costs.exchange_s
+            if n <= NODE:
+                return fixed + away / (gpu.link * costs.link_share)
+            return fixed + away * (1 - NODE / n) / (gpu.network * costs.network_share)
+        speed = gpu.link * costs.ring_share if n <= NODE else gpu.network * costs.network_share
+        return size.layers * 2 * (costs.sum_s + 2 * (n - 1) / n * rows * width * 2 / speed)
 
+    def round_s(
+        self,
+        size: ModelSize,
+        head: ModelSize | None = None,
+        *,
+        requests: float,
+        context: float,
+        drafts: int = 0,
+        overlap: bool = True,
+        top_k: int = 1,
+        nodes: int | None = None,
+    ) -> float:
+        """Return the time of one round with `drafts` drafted levels per request; 0: a plain step.
 
-def round_s(
-    size: ModelSize,
-    head: ModelSize | None,
-    gpu: Gpu,
-    layout: Layout,
-    costs: Costs,
-    *,
-    requests: float,
-    drafts: int,
-    context: float,
-    overlap: bool = True,
-    top_k: int = 1,
-    nodes: int | None = None,
-) -> float:
-    """Return the seconds of one round with `drafts` drafted levels per request; 0: a plain step.
+        overlap: the engine overlaps host and GPU work. top_k, nodes: branches and verified nodes of a tree; None: of a
+        chain.
+        """
+        asked = {"requests": requests, "context": context}
+        seconds = self.forward_s(size, tokens=1 + drafts if nodes is None else nodes, **asked)
+        if drafts and head is not None:
+            passes = 1 if head.one_pass else drafts
+            seconds += self.forward_s(head, tokens=1 + drafts, **asked) + self.costs.round_s
+            seconds += (passes - 1) * self.forward_s(head, tokens=top_k, **asked) + passes * self.costs.pass_s
+        return seconds + (0.0 if overlap else self.costs.host_s)
 
-    overlap: the engine overlaps host and GPU work. top_k, nodes: branches and verified nodes of a tree; None: of a
-    chain.
-    """
-    verified = 1 + drafts if nodes is None else nodes
-    seconds = forward_s(size, gpu, layout, costs, requests=requests, tokens=verified, context=context)
-    if drafts and head is not None:
-        first = forward_s(head, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
-        later = forward_s(head, gpu, layout, costs, requests=requests, tokens=top_k, context=context)
-        passes = 1 if head.one_pass else drafts
-        seconds += first + (passes - 1) * later + costs.round_s + passes * costs.pass_s
-    return seconds + (0.0 if overlap else costs.host_s)
+    def prefill_s(self, size: ModelSize, tokens: float) -> float:
+        """Return the time of prefill for one prompt per rank, on all ranks at the same time.
 
+        prefill_share includes the communication of experts; tensor-parallel all-reduces are added.
+        """
+        linear = 2 * (size.active - size.head) * tokens / self.gpu.rate(size.bits)
+        attention = size.cache.prefill_operations(tokens) / self.gpu.flops
+        sums = 0.0 if self.layout.data_parallel else self._exchange_s(size, tokens)
+        return (linear + attention) / self.layout.split / self.costs.prefill_share + sums
 
-def prefill_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, tokens: float) -> float:
-    """Return the seconds of prefill for one prompt per rank, on all ranks at the same time.
+    def calibrated(self, size: ModelSize, step_s: Mapping[int, float], context: float) -> Costs:
+        """Return costs whose fixed time per layer makes plain steps as long as measured.
 
-    Full attention computes half of a causal square. Sliding layers (window w) compute half of a square of w, and w keys
-    per further token. prefill_share includes the communication of experts; tensor-parallel all-reduces are added.
-    """
-    linear = 2 * (size.active - size.head) * tokens / gpu.rate(size.bits)
-    window = min(tokens, size.cache.window)
-    sliding = tokens * window - window * window / 2
-    pairs = size.cache.prefill_flops * tokens * tokens / 2 + size.cache.window_flops * sliding
-    sums = 0.0 if layout.data_parallel else _exchange_s(size, gpu, layout, costs, tokens)
-    return (linear + pairs / gpu.flops) / layout.split / costs.prefill_share + sums
-
-
-def calibrated(
-    size: ModelSize,
-    gpu: Gpu,
-    layout: Layout,
-    costs: Costs,
-    step_s: Mapping[int, float],
-    *,
-    context: float,
-    overlap: bool = True,
-) -> Costs:
-    """Return costs whose fixed time per layer makes plain steps of `layout` as long as measured.
-
-    step_s: measured seconds of a step, by requests per rank; several measurements are averaged.
-    Raises `PlanError` when a measured step is shorter than the time of its reads and computations.
-    """
-    bare, rest = replace(costs, layer_s=0.0), []
-    for requests, seconds in step_s.items():
-        shortest = round_s(
-            size, None, gpu, layout, bare, requests=requests, drafts=0, context=context, overlap=overlap
-        )  # fmt: skip
-        if seconds < shortest:
-            raise PlanError(
-                f"the step of {1000 * seconds:.3g} ms with {requests} request(s) per rank is shorter than its reads "
-                f"and computations on {gpu.name} take ({1000 * shortest:.3g} ms at {context:.0f} tokens of context); "
-                "give a step that was measured with this model, GPU and layout"
-            )
-        rest.append(seconds - shortest)
-    return replace(costs, layer_s=sum(rest) / len(rest) / size.layers)
+        step_s: measured seconds of a step, by requests per rank; several measurements are averaged.
+        Raises `PlanError` when a measured step is shorter than the time of its reads and computations.
+        """
+        bare, rest = replace(self, costs=replace(self.costs, layer_s=0.0)), []
+        for requests, seconds in step_s.items():
+            shortest = bare.round_s(size, requests=requests, context=context)
+            if seconds < shortest:
+                raise PlanError(
+                    f"the step of {1000 * seconds:.3g} ms with {requests} request(s) per rank is shorter than its "
+                    f"reads and computations on {self.gpu.name} take ({1000 * shortest:.3g} ms at {context:.0f} tokens "
+                    "of context); give a step that was measured with this model, GPU and layout"
+                )
+            rest.append(seconds - shortest)
+        return replace(self.costs, layer_s=sum(rest) / len(rest) / size.layers)
