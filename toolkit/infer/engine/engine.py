@@ -106,9 +106,9 @@ class Engine:
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
             need = CacheNeed(forward.kv_shape, rows, config.max_total_tokens, config.mem_fraction_static, *beside)
             asked, longest = config.context_length, forward.max_context
-            context = need.context(longest) if asked is None else min(asked, longest)
-            self.context_length = context = self._agreed(context)
-            pool = PagePool(rows, context + max(ROOM, chunk), self._agreed(need.pages(context)))
+            self.context_length = self._agreed(need.context(longest) if asked is None else min(asked, longest))
+            pages = self._agreed(need.pages(self.context_length))
+            pool = PagePool(rows, self.context_length + max(ROOM, chunk), pages)
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
             self.shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
