@@ -181,8 +181,8 @@ class PackedMetadata(AttentionMetadata):
     """Lets layers compute the T valid nodes of trees, [1, T], without padding. Attention sees rows of one length: all
     rows, or if most nodes are padding, those of the root alone apart from the others.
 
-    Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. places [B, N]: the number of each node among the
-    T; of padding that of its root.
+    Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. numbers [B, N]: of each node
+    among the T; of padding that of its root.
     """
 
     def __init__(
@@ -198,14 +198,14 @@ class PackedMetadata(AttentionMetadata):
         super().__init__(cache, table, lengths, span, valid.shape[1], node_mask, depths)
         self._nodes = valid.flatten().nonzero().flatten()
         numbers = (valid.flatten().cumsum(0) - 1).view_as(valid)
-        self.places = torch.where(valid, numbers, numbers[:, :1])
+        self.numbers = torch.where(valid, numbers, numbers[:, :1])
         alone = valid.sum(dim=1) == 1
         apart = 2 * len(self._nodes) < valid.numel() and bool(alone.any()) and not alone.all()
         groups = [(alone, 1), (~alone, valid.shape[1])] if apart else [(alone | ~alone, valid.shape[1])]
         self._groups = []  # of each: places, which of them are valid, their numbers among the T, metadata
         for rows, count in groups:
             parts = table[rows], lengths[rows], span, node_mask[rows, :count, :count], depths[rows, :count]
-            places, which = self.places[rows, :count], valid[rows, :count].flatten().nonzero().flatten()
+            places, which = self.numbers[rows, :count], valid[rows, :count].flatten().nonzero().flatten()
             self._groups.append((places, which, places.flatten()[which], tree_metadata(cache, *parts)))
 
     def pack(self, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class PackedMetadata(AttentionMetadata):
 
     def spread(self, x: Tensor, places: Tensor | None = None) -> Tensor:
         """[1, T, ..] -> [B, N, ..], or as many rows and nodes as `places` has."""
-        places = self.places if places is None else places
+        places = self.numbers if places is None else places
         return x[0].index_select(0, places.flatten()).view(*places.shape, *x.shape[2:])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:

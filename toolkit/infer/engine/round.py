@@ -107,7 +107,7 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tar
     pack = PackedMetadata(*places, tree.valid)
     hidden = context.forward(pack.pack(tree.tokens), pack.pack(positions), pack, states)
     features = None if context.head is None else pack.spread(context.head.features())
-    return TargetStates(pack.spread(hidden), features, (hidden, pack.places))
+    return TargetStates(pack.spread(hidden), features, (hidden, pack.numbers))
 
 
 def finish(
