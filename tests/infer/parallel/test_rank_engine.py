@@ -96,10 +96,13 @@ def test_offline(family, head_for, prompts):
     assert isinstance(engine.drafter.chooser, DriversShape)
     assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
     hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
+
+    def four_tokens(self, requests, lookup):
+        self.probe_due = False
+        return Plan(DraftShape.chain(4), 5)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            AdaptiveShape, "choose", lambda self, requests, lookup: Plan(DraftShape.chain(4), 5)
-        )  # on both ranks
+        patch.setattr(AdaptiveShape, "choose", four_tokens)  # on both ranks
         drawn = llm.generate([*prompts, *prompts], hot)
     assert engine.verifier.name == "auto" and sum(answer.acceptance.accepted for answer in drawn) > 0
     requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]

@@ -191,6 +191,11 @@ class AdaptiveShape:
                 own = plan.shape if request.shape is None else request.shape.within(plan.shape)
                 self._acceptance.add(request, of_row, min(own.num_steps, nodes - 1), own.top_k)
 
+    def refund(self, plan: Plan) -> None:
+        """Takes a round that tells nothing: a trial costs nothing, and is soon repeated."""
+        self._credit += self._price
+        self._last_run.pop(plan.kind, None)
+
     def _settled(self, requests: Sequence[Request], lookup: Lengths) -> bool:
         """Returns whether plain decoding stands: for SOON rounds, if only times of rounds are new."""
         news = self._steps is None or self._steps[0] != requests or any(len(one) > 1 for one in lookup)
@@ -330,6 +335,8 @@ class AdaptiveDrafter(WrappedDrafter):
         if tree.nodes == 1 and not self.inner.ends_chains:
             plan = Plan()  # n-gram lookup has found nothing for any row
         kind = batch_bucket(len(requests)), plan.kind, plan.width
-        if not self._first_is_slow or kind in self._ran:
+        if self._first_is_slow and kind not in self._ran:
+            self._ran.add(kind)
+            self.chooser.refund(plan)
+        else:
             self.chooser.record(requests, plan, result.ranks, proposed - started, self._clock() - proposed)
-        self._ran.add(kind)
