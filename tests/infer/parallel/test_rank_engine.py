@@ -67,14 +67,10 @@ def test_a_rank_without_memory_for_a_prompt_ends(tiny_target, monkeypatch):
 
 def test_caches_are_of_one_size(tiny_target):
     """Who is let in follows from the pages: each rank would admit by its own free memory. Ranks share a CPU's."""
-    options = {"context_length": 64, "max_total_tokens": 1600}
-    assert RankEngine(Told(), tiny_target, **options)._memory.pool.capacity == 1600 // 16 - 7
-    assert (
-        RankEngine(
-            Told(), tiny_target, config=EngineConfig(verify="target", mem_fraction_static=0.5)
-        ).config.mem_fraction_static
-        == 0.25
-    )
+    config = EngineConfig(verify="target", context_length=64, max_total_tokens=1600)
+    assert RankEngine(Told(), tiny_target, config=config)._memory.pool.capacity == 1600 // 16 - 7
+    engine = RankEngine(Told(), tiny_target, config=EngineConfig(verify="target", mem_fraction_static=0.5))
+    assert engine.config.mem_fraction_static == 0.25
 
 
 @pytest.mark.process
