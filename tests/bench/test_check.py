@@ -176,6 +176,10 @@ def norms_swapped(config, tensors):
     tensors[one], tensors[other] = tensors[other] * 3, tensors[one] / 3
 
 
+def fc_blocks_swapped(config, tensors):
+    tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(3, dim=1)[::-1], dim=1)
+
+
 def larger_logits(config, tensors):
     tensors["lm_head.weight"] *= 1.5
 
@@ -191,6 +195,7 @@ def larger_logits(config, tensors):
         (missing_tensor, "weights", "missing: fc.weight"),
         (other_rope, "rope", "rope_theta 50.0"),
         (norms_swapped, "acceptance", "changed since: values of midlayer.input_layernorm.weight, midlayer.hidden"),
+        (fc_blocks_swapped, "acceptance", "changed since: values of fc.weight"),
         (larger_logits, None, "changed since: values of lm_head.weight, without harm"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

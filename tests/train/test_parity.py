@@ -43,7 +43,7 @@ def _prompts(target) -> list[list[int]]:
     return [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-SLOW = ("mtp-two-layers",)
+SLOW = ("mtp-two-layers", "causal")  # jetspec is causal too
 
 
 @pytest.fixture(

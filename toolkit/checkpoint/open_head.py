@@ -183,7 +183,7 @@ def import_head(
         load_strict(head, tensors, "the checkpoint")
     except (WeightsError, TokenMapError) as error:
         raise type(error)(f"{files.directory}: {error}") from error
-    except ValueError as error:  # a DraftDirError, or settings that no head can have
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # also a key of a type that no head can have
         raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
     meta: dict[str, Any] = {"writer": writer, "head": config.kind}

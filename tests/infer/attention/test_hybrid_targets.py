@@ -68,6 +68,7 @@ def test_the_first_launches_leave_no_states(target, reference):
     assert answers == [reference(target, prompt, 16) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_little_memory(target, reference):
     """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;
     a head's chain with lookup, and n-gram lookup. A preempted request finds its prefix again."""

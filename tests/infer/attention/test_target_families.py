@@ -181,7 +181,10 @@ LITTLE = {"max_total_tokens": 160, "chunked_prefill_size": 60}  # prefixes are k
 AMPLE = {"prefix_cache": False}
 
 
-@pytest.mark.parametrize("family", TYPICAL)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=pytest.mark.slow if one in ("gemma2", "gpt_oss") else ()) for one in TYPICAL],
+)
 def test_heads_on_family_are_exact(family, small_target):
     """Every head on the family's features, chain and tree, one request and a ragged sixteen; also with
     reused prefixes, prompts in chunks and preemptions. Entries that are off by one in any of them change answers."""

@@ -156,6 +156,7 @@ def test_bits_are_those_of_the_request_alone(name, packed):
         assert written(random_schedule(chance, target, draft, deterministic=True), asked, chance) == wanted
 
 
+@pytest.mark.slow
 def test_preempted_requests_keep_their_bits():
     """Short prompts are taken in together, their answers outgrow the cache: the last lose their pages and are read
     again."""

@@ -68,9 +68,9 @@ def engine_with(
 HOST: dict[str, dict[str, Any]] = {"composed": {"lookup": True}, "adaptive": {"adaptive": True}}  # beside a head
 CASES = [
     ("eagle3", "3,1,4", "cut"),
-    ("eagle3", "3,3,8", "asking"),
+    pytest.param("eagle3", "3,3,8", "asking", marks=pytest.mark.slow),
     ("mtp-three-layers", "4,1,5", "greedy"),
-    ("composed", "3,3,8", "asking"),
+    pytest.param("composed", "3,3,8", "asking", marks=pytest.mark.slow),
     pytest.param("ngram", "12,1,13", "drawn", marks=pytest.mark.slow),
     pytest.param("dspark", "4,1,5", "cut", marks=pytest.mark.slow),
     pytest.param("eagle2", "3,3,8", "drawn", marks=pytest.mark.slow),
@@ -158,7 +158,7 @@ def test_a_number_of_the_host_is_noticed(small_target, build, recording, monkeyp
             recording(refused)
 
 
-@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("at_start", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_part_that_cannot_be_recorded_runs_eagerly(small_target, build, recording, caplog, at_start):
     """After it has run and overwritten what waits in the rows that it was recorded on, as a device that is out of
     memory would let it: at the start, for another shape, and between the parts of a round. Requests go on; what fails

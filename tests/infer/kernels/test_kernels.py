@@ -46,6 +46,7 @@ def test_kernels_equal_their_references_under_the_interpreter() -> None:
     check(said_by("infer.kernels.kernel_cases", "cpu", interpreted=True), ALL)
 
 
+@pytest.mark.slow
 def test_products_of_few_rows_equal_linear() -> None:
     """With what follows them; a row does not depend on others. The other kernels are in the slow tier."""
     check(said_by("infer.kernels.kernel_cases", "cpu", "skinny", interpreted=True), {"skinny"})

@@ -67,6 +67,7 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
     assert [kept.token_id for kept in beside[1].logprobs] == beside[1].output_ids
 
 
+@pytest.mark.slow
 def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monkeypatch):
     """In one batch: a stated seed writes the tokens of plain decoding, drafts drawn beside it or not. Requests without
     one keep more drafts: over 60 of them chance alone would fail this less than once in 1e4 runs, and their seeds are
@@ -161,7 +162,7 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams) ->
     ("verify", "name", "lookup"),
     [
         pytest.param("rejection", "eagle3", None, marks=pytest.mark.slow, id="rejection"),
-        pytest.param("block", "eagle3", True, id="block beside lookup"),
+        pytest.param("block", "eagle3", True, marks=pytest.mark.slow, id="block beside lookup"),
         pytest.param("auto", "eagle3", None, marks=pytest.mark.slow, id="auto"),
         pytest.param("block", "dspark", None, id="block of a block drafter"),
     ],
