@@ -64,7 +64,8 @@ def asked(small_target) -> tuple[list[list[int]], list[SamplingParams], list[lis
     ("name", "memory"),
     [("eagle3", "ample"), ("none", "tight"), ("eagle3", "tight"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         ("mtp-three-layers", "tight"), ("mtp-three-layers", "ample"), ("ngram", "tight"), ("eagle2", "tight"), ("eagle3", "tight-no-prefixes")))],
+         ("mtp-three-layers", "tight"),
+         ("mtp-three-layers", "ample"), ("ngram", "tight"), ("eagle2", "tight"), ("eagle3", "tight-no-prefixes")))],
 )  # fmt: skip
 def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, memory):
     """Every drafter, chain and tree, greedy and sampled, on shared prefixes, in chunks, with too few pages."""
