@@ -163,7 +163,7 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
     assert any(one.finish_reason == "length" and one.length == CONTEXT for one in ours)
     assert (sum(one.preemptions for one in ours) > 0) == (tokens is not None)
     if overlap:
-        assert len(behind) > 20
+        assert len(behind) > 10
         assert all(graphed.counts[what] for what in ("ahead", "one round too many", "aborted in flight"))
     else:
         assert not behind and not graphed.counts.total()
