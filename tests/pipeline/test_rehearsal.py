@@ -10,7 +10,7 @@ import torch
 
 from toolkit.cli import main
 from toolkit.errors import TargetError
-from toolkit.pipeline.rehearsal import estimate, rehearsed
+from toolkit.pipeline.rehearsal import estimate, rehearsed, write_prompts
 from toolkit.pipeline.run import METRICS, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
 from toolkit.pipeline.stages import FILE_NAME
 from toolkit.targets import stand_in
@@ -67,6 +67,8 @@ def test_only_counts_are_small_and_the_user_may_choose_them(recipe: Path) -> Non
     assert small.train.max_steps == 7
     assert small.rollouts.max_tokens == whole.rollouts.max_tokens
     assert small.train.data == whole.train.data
+    assert not Path(small.run_dir).exists(), "--print-config writes nothing"
+    write_prompts(small)
     prompts = Path(small.prompts.sources[0]).read_text(encoding="utf-8").splitlines()
     assert len(prompts) * (1 - small.rollouts.held_out) >= 7 * small.train.data.global_batch
     assert rehearsed(recipe, ["run_dir=other"])[1:] == (None, ["run_dir=other"])

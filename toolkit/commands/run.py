@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from toolkit.pipeline.rehearsal import estimate, rehearsed
+from toolkit.pipeline.rehearsal import estimate, rehearsed, write_prompts
 from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run, run_recipe
 from toolkit.recipe import print_config
 from toolkit.train_settings import changed
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print_config(recipe)
         return 0
+    if whole is not None:
+        write_prompts(recipe)
     trains = args.until not in ("prompts", "rollouts", "token_map")
     job = Run(recipe, args.recipe, tuple(overrides), processes=args.num_processes, trains=trains)
     run_recipe(job, force=args.force, until=args.until)

@@ -26,14 +26,12 @@ BENCH_PROMPTS = 4
 
 def rehearsed(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe | None, list[str]]:
     """(the recipe to run, the whole recipe, all overrides). The whole recipe is None unless the target is a stand-in;
-    the counts of a rehearsal come before the user's overrides, so he can choose others."""
+    the counts of a rehearsal come before the user's overrides, which replace them."""
     whole = load_recipe(path, overrides)
     if not whole.target.model.startswith("stand-in:"):
         return whole, None, list(overrides)
     given = [*_small_counts(whole), *overrides, f"run_dir={whole.run_dir}-rehearsal"]
-    small = load_recipe(path, given)
-    _write_prompts(small)
-    return small, whole, given
+    return load_recipe(path, given), whole, given
 
 
 def _small_counts(recipe: Recipe) -> list[str]:
@@ -62,8 +60,8 @@ def _prompts_of(recipe: Recipe) -> Path:
     return Path(f"{recipe.run_dir}-rehearsal") / "built_in_prompts.jsonl"
 
 
-def _write_prompts(recipe: Recipe) -> None:
-    """As many prompts as the steps take; the built-in ones are used again and again, each time with a number."""
+def write_prompts(recipe: Recipe) -> None:
+    """Write as many prompts as the steps take; the built-in ones are used again and again, each time with a number."""
     from toolkit.bench.prompts import builtin_prompts  # loads torch; only a rehearsal does
 
     path, texts = Path(recipe.prompts.sources[0]), [one.turns[0] for one in builtin_prompts()]

@@ -181,8 +181,8 @@ class PackedMetadata(AttentionMetadata):
     """Lets layers compute the T valid nodes of trees, [1, T], without padding. Attention sees rows of one length: all
     rows, or if most nodes are padding, those of the root alone apart from the others.
 
-    Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. numbers [B, N]: of each node
-    among the T; of padding that of its root.
+    Arguments: see `tree_metadata`; valid [B, N] bool, True for roots. numbers [B, N]: of each node among the
+    T; of padding that of its root.
     """
 
     def __init__(

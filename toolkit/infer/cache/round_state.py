@@ -53,8 +53,8 @@ class RoundRows:
 @dataclass(frozen=True)
 class TargetStates:
     """What the target's forward over trees leaves. hidden [B, N, H]. features [B, N, W]: what the draft head reads;
-    None without one. packed: the states of the T valid nodes alone, [1, T, H], and their
-    numbers there, [B, N]; None: the forward computed padding too."""
+    None without one. packed: the states of the T valid nodes alone, [1, T, H], and their numbers there, [B, N]; None:
+    the forward computed padding too."""
 
     hidden: Tensor
     features: Tensor | None
