@@ -67,7 +67,8 @@ WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
 # llama.cpp ends a draft before a token of a smaller probability; the fastest of 0, 0.3, 0.5, 0.6 with the demo's head.
 SURE = 0.6
-TYPES = ("BF16", "Q8_0", "Q4_0")
+LONGEST_MATCH = 5  # of vLLM's lookup, its default; ours has no limit
+TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 BOTH_ENDS = ("token_embd.weight", "output.weight")  # of at least 8 bits, as by llama-quantize
 COLUMNS = ("engine", "shape", "batch", "weight_bits", "tokens_per_s", "speedup", "interval", "decode_speedup",
            "accept_length", "host_share", "identical", "near_ties", "unequal")  # fmt: skip
@@ -228,8 +229,12 @@ def _add_vllm(
     own: dict[str, Any] = {"python": args.vllm_python}
     own["environment"] = vllm_environment(args.vllm_python, first_cores(shared["threads"]))
     found.add(names[0], {"engine": "vllm"}, **own)
-    sizes = NgramLookup()  # the lengths of our own lookup: vLLM's defaults are 5 and 5
-    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": [sizes.min_n, sizes.max_n]}
+    ngram = {
+        "engine": "vllm",
+        "draft": "ngram",
+        "num_steps": args.lookup,
+        "ngram": [NgramLookup().min_n, LONGEST_MATCH],
+    }
     found.add(names[1], ngram, shape=lookup.as_text(), **own)
     if head is None or head.kind != "eagle3":
         found.absent[names[2]] = _no_head(head, "eagle3")
