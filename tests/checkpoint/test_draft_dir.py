@@ -10,7 +10,7 @@ from toolkit.heads.dspark import DSparkHead
 from toolkit.heads.eagle2 import Eagle2Head
 from toolkit.heads.mtp import MtpHead
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-from toolkit.weights import WeightsError, load_tensors, save_tensors
+from toolkit.weights import WeightsError, load_tensors, read_json, save_tensors, write_json
 
 
 @pytest.fixture
@@ -106,4 +106,21 @@ def test_heads_round_trip(tiny_target, tmp_path, head_class, own, first):
 def test_a_map_that_is_not_one_is_named(saved):
     _rewrite(saved, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
     with pytest.raises(WeightsError, match="do not describe the same token map"):
+        load_draft(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "64"),
+        ("num_attention_heads", 0),
+        ("intermediate_size", -128),
+        ("rope_parameters", {"rope_type": "llama3"}),
+        ("vocab_size", None),
+    ],
+)
+def test_a_setting_that_no_head_can_have_names_the_file(saved, key, value):
+    """Whatever torch and transformers raise over it: a traceback names no file, and is no exit status of 2."""
+    write_json(saved / "config.json", {**read_json(saved / "config.json"), key: value})
+    with pytest.raises(DraftDirError, match="config.json"):
         load_draft(saved)

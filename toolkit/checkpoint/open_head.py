@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from toolkit.checkpoint import dspark_format, eagle2_format, eagle3_format
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft
+from toolkit.checkpoint.draft_dir import SETTINGS_ERRORS, DraftCheckpoint, dtype_of, load_draft
 from toolkit.checkpoint.files import (
     CheckpointFiles,
     is_whole_model,
@@ -183,7 +183,7 @@ def import_head(
         load_strict(head, tensors, "the checkpoint")
     except (WeightsError, TokenMapError) as error:
         raise type(error)(f"{files.directory}: {error}") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # also a key of a type that no head can have
+    except SETTINGS_ERRORS as error:
         raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
     meta: dict[str, Any] = {"writer": writer, "head": config.kind}
