@@ -207,7 +207,7 @@ class SamplingParams:
         )
 
     def _check_end(self) -> None:
-        self._need(self.max_tokens >= 1, "max_tokens", "at least 1 token has to be asked for")
+        self._need(1 <= self.max_tokens < 2**31, "max_tokens", "it must be at least 1 and below 2**31")
         self._need(
             0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"it must lie in [0, {self.max_tokens}] (max_tokens)"
         )
