@@ -113,10 +113,12 @@ def test_a_map_that_is_not_one_is_named(saved):
     ("key", "value"),
     [
         ("hidden_size", "64"),
-        ("num_attention_heads", 0),
         ("intermediate_size", -128),
+        ("rms_norm_eps", "1e-5"),
+        ("sliding_window", []),
+        ("num_hidden_layers", True),
         ("rope_parameters", {"rope_type": "llama3"}),
-        ("vocab_size", None),
+        ("vocab_size", "400"),
     ],
 )
 def test_a_setting_that_no_head_can_have_names_the_file(saved, key, value):

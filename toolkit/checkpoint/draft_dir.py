@@ -184,12 +184,12 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
         raise WeightsError(
             f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary"
         )
-    token_map = TokenMap.from_d2t(tensors["d2t"], config.vocab_size)
-    rows = config.output_size if config.own_vocabulary else token_map.size
-    if token_map.size != rows or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
+    token_map = TokenMap.from_d2t(tensors["d2t"], tensors["t2d"].numel())
+    sizes = (config.output_size if config.own_vocabulary else token_map.size, config.vocab_size)
+    if (token_map.size, token_map.vocab_size) != sizes or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise WeightsError(
             f"{directory}/model.safetensors: d2t ({token_map.size} ids) and t2d ({int(tensors['t2d'].sum())} ids) and "
-            f"draft_vocab_size {rows} do not describe the same token map"
+            f"draft_vocab_size {sizes[0]} of {sizes[1]} do not describe the same token map"
         )
     return token_map
 
