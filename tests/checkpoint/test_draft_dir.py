@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
+from toolkit.checkpoint.inspect_path import inspect_path
 from toolkit.heads.dspark import DSparkHead
 from toolkit.heads.eagle2 import Eagle2Head
 from toolkit.heads.mtp import MtpHead
@@ -119,6 +120,8 @@ def test_a_map_that_is_not_one_is_named(saved):
         ("num_hidden_layers", True),
         ("rope_parameters", {"rope_type": "llama3"}),
         ("vocab_size", "400"),
+        ("toolkit", []),
+        ("toolkit", {"format": 1, "head": "eagle3", "aux_layer_ids": [2, 3, 4], "target": "org/x"}),
     ],
 )
 def test_a_setting_that_no_head_can_have_names_the_file(saved, key, value):
@@ -126,3 +129,4 @@ def test_a_setting_that_no_head_can_have_names_the_file(saved, key, value):
     write_json(saved / "config.json", {**read_json(saved / "config.json"), key: value})
     with pytest.raises(DraftDirError, match="config.json"):
         load_draft(saved)
+    assert "config.json" in inspect_path(str(saved)).text()

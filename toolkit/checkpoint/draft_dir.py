@@ -166,6 +166,8 @@ def _head_of(stored: Mapping[str, Any], directory: Path) -> DraftHead:
             f"{directory}/config.json holds format {block.get('format')!r}, head {block.get('head')!r}; "
             f"this version reads format {FORMAT}, head {' or '.join(HEAD_KINDS)}"
         )
+    if not isinstance(block.get("target") or {}, dict):
+        raise DraftDirError(f"{directory}/config.json: `target` is {block['target']!r}; a mapping is needed")
     kind, values = head_class(block["head"]).config_class, {**stored}
     if "aux_layer_ids" in block:
         values["aux_layer_ids"] = block["aux_layer_ids"]
