@@ -138,3 +138,12 @@ def test_a_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, broken
     assert main(["serve", "--draft", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and broken in error and "Traceback" not in error
+
+
+def test_what_to_try_with_a_base_model(tiny_draft_directory):
+    """It takes no chats: the printed line would get a 400."""
+    loaded = load_engine(EngineConfig(draft=tiny_draft_directory, chat_template="none"))
+    served = Served("tiny", loaded.target.tokenizer, loaded.engine, 64, "fp", None)
+    text = announcement(loaded, served, "127.0.0.1", 80)
+    loaded.engine.close()
+    assert "curl http://127.0.0.1:80/v1/completions" in text and '"prompt"' in text
