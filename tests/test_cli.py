@@ -90,6 +90,9 @@ def test_the_next_commands_keep_what_the_user_set(tmp_path: Path) -> None:
     given = ("target.model=org/x", "target.chat_template=none", f"run_dir={tmp_path}")
     said = run_command.next_steps(Run(load_recipe(DEMO_RECIPE, given), DEMO_RECIPE, given))
     assert "toolkit serve --target org/x --chat-template=none" in said
+    (tmp_path / "ckpt" / "measured.json").write_text('{"recommended": "adaptive"}')
+    said = run_command.next_steps(Run(load_recipe(DEMO_RECIPE, given), DEMO_RECIPE, given))
+    assert "toolkit serve --draft" in said and "toolkit chat" not in said, "a base model takes no chats"
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
     assert "target.model is missing" in refused(write(tmp_path, "name: x\ntarget: {}\n"))
     assert "given twice: seed" in refused(write(tmp_path, MINIMAL + "seed: 1\nseed: 2\n"))
     assert "holds a list" in refused(write(tmp_path, "- name\n"))
+    assert "a value is no text" in refused(write(tmp_path, MINIMAL + 'run_dir: "\\ud83d"\n'))
     with pytest.raises(FileNotFoundError, match="recipes/smollm2-135m.yaml"):
         load_recipe(tmp_path / "absent.yaml")
 

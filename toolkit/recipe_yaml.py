@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, to_json
+from pydantic_core import ErrorDetails, PydanticSerializationError, to_json
 
 T = TypeVar("T")
 Rule = tuple[str, bool, str]  # key, whether its value is valid, else a sentence: the reason, and what to set
@@ -101,6 +101,8 @@ def build(cls: type[T], tree: Mapping[str, Any], place: str = "") -> T:
     except ValidationError as error:
         known = list(_keys(cls, place))
         raise RecipeError("\n".join(_problem(one, place, known) for one in error.errors())) from None
+    except PydanticSerializationError as error:  # bytes, or a lone surrogate
+        raise RecipeError(f"a value is no text: {error}") from None
 
 
 def _keys(cls: type, place: str) -> Iterator[str]:

@@ -51,6 +51,14 @@ def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, say
     assert (summary["best_shape"], summary["adaptive_shape"]) == ("4,1,5", "4,4,16")
 
 
+def test_what_drafts_nothing_gains_nothing(record):
+    """Adaptive drafting of a useless head soon decodes plainly, and was recommended where it happened to be faster."""
+    for row in with_adaptive(record, 1.03, 0.97, 0.57)["rows"]:
+        row |= {"drafted_share": 0.0} if row["shape"] == "adaptive" else {}
+    assert "No setting is faster than plain decoding here." in outcome_line(record)
+    assert measured_summary(record)["recommended"] is None
+
+
 def test_what_lookup_adds_is_not_the_heads(record):
     """The head alone comes first, and lookup is named beside it. A head that gains nothing is not recommended."""
     alone, says = 0.98, "1.24x. The gain is lookup's, which needs no head (--draft ngram)."

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
+from toolkit.checkpoint.inspect_path import inspect_path
 from toolkit.heads.dspark import DSparkHead
 from toolkit.heads.eagle2 import Eagle2Head
 from toolkit.heads.mtp import MtpHead
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-from toolkit.weights import WeightsError, load_tensors, save_tensors
+from toolkit.weights import WeightsError, load_tensors, read_json, save_tensors, write_json
 
 
 @pytest.fixture
@@ -107,3 +108,25 @@ def test_a_map_that_is_not_one_is_named(saved):
     _rewrite(saved, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
     with pytest.raises(WeightsError, match="do not describe the same token map"):
         load_draft(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "64"),
+        ("intermediate_size", -128),
+        ("rms_norm_eps", "1e-5"),
+        ("sliding_window", []),
+        ("num_hidden_layers", True),
+        ("rope_parameters", {"rope_type": "llama3"}),
+        ("vocab_size", "400"),
+        ("toolkit", []),
+        ("toolkit", {"format": 1, "head": "eagle3", "aux_layer_ids": [2, 3, 4], "target": "org/x"}),
+    ],
+)
+def test_a_setting_that_no_head_can_have_names_the_file(saved, key, value):
+    """Whatever torch and transformers raise over it: a traceback names no file, and is no exit status of 2."""
+    write_json(saved / "config.json", {**read_json(saved / "config.json"), key: value})
+    with pytest.raises(DraftDirError, match="config.json"):
+        load_draft(saved)
+    assert "config.json" in inspect_path(str(saved)).text()

@@ -78,6 +78,10 @@ def test_shards(make_draft, publish, target):
         save_tensors(directory / shard, {name: tensors[name] for name in names if index[name] == shard})
     write_json(directory / "model.safetensors.index.json", {"weight_map": index})
     check_same(draft, directory, target)
+    for wrong in ([], {"weight_map": list(index)}, {"weight_map": dict.fromkeys(index, 1)}):
+        write_json(directory / "model.safetensors.index.json", wrong)
+        with pytest.raises(WeightsError, match="has no weight_map of tensor names to files"):
+            open_head(directory, target=target)
 
 
 class TestResolutions:

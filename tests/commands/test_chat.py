@@ -83,16 +83,16 @@ def test_the_plain_speed_is_measured_outside_of_the_conversation(conversation, e
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys, monkeypatch):
-    """A too long line is an error message, and the chat goes on."""
+    """A too long line is an error message, and the chat goes on; so it does after bytes that are no text."""
     asked = []
 
     def answer(text):
         asked.append(text)
         raise EngineError("too long")
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\xff\ntwo\n"), encoding="utf-8"))
     chat.talk(answer, lambda: None)
-    assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
+    assert asked == ["one\udcff", "two"] and capsys.readouterr().err.count("too long") == 2
 
 
 def run(arguments):

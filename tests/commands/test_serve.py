@@ -19,6 +19,10 @@ import openai
 import pytest
 
 from toolkit.cli import main
+from toolkit.commands.serve import announcement
+from toolkit.infer.engine.config import EngineConfig
+from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.server.completions import Served
 from toolkit.weights import load_tensors, save_tensors
 
 BODY = {"messages": [{"role": "user", "content": "apples"}], "temperature": 0, "max_tokens": 24}
@@ -121,9 +125,9 @@ def test_check_passes_on_what_it_needs(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(subprocess, "run", check)
-    flags = ["--draft", str(tmp_path), "--target", "x", "--device", "cpu", "--port", "0"]
+    flags = ["--draft", str(tmp_path), "--target", "x", "--device", "cpu", "--chat-template", "none", "--port", "0"]
     assert main(["serve", *flags, "--max-running-requests", "3", "--check"]) == 1
-    assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:6]]
+    assert commands[0][1:] == ["-m", "toolkit", "check", "--quick", *flags[:8]]
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
@@ -134,3 +138,12 @@ def test_a_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, broken
     assert main(["serve", "--draft", str(directory), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "toolkit: error:" in error and broken in error and "Traceback" not in error
+
+
+def test_what_to_try_with_a_base_model(tiny_draft_directory):
+    """It takes no chats: the printed line would get a 400."""
+    loaded = load_engine(EngineConfig(draft=tiny_draft_directory, chat_template="none"))
+    served = Served("tiny", loaded.target.tokenizer, loaded.engine, 64, "fp", None)
+    text = announcement(loaded, served, "127.0.0.1", 80)
+    loaded.engine.close()
+    assert "curl http://127.0.0.1:80/v1/completions" in text and '"prompt"' in text

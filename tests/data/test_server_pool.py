@@ -338,7 +338,7 @@ def test_a_prompt_that_is_too_long_for_a_server_is_skipped(start, write, tmp_pat
 def test_urls(tmp_path: Path) -> None:
     """URLs with and without /v1, and files of them; anything else is told."""
     listed = tmp_path / "servers.txt"
-    listed.write_text("# the first rack\nhttp://a:1/v1/\n\nhttps://b\n")
+    listed.write_text("\ufeff# the first rack\nhttp://a:1/v1/\n\nhttps://b\n")
     assert server_urls(["http://c", str(listed), "http://a:1"]) == ["http://c/v1", "http://a:1/v1", "https://b/v1"]
     with pytest.raises(ServerError, match="'localhost:8000' is neither a URL nor a file"):
         server_urls(["localhost:8000"])

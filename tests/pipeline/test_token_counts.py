@@ -90,11 +90,13 @@ def test_each_kind_of_row(count) -> None:
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "two"}]},
         {"text": "three", "id": 4, "task": "code"},
         {"messages": [{"role": "tool", "content": "9"}, {"role": "assistant", "content": None}]},
+        {"turns": ["four", "five"]},
+        {"prompt": [{"role": "user", "content": "six"}]},
         {"input_ids": [1, 2, 3, 4, 5, 6], "response_spans": [[1, 3], [5, 6]], "split": "train"},
         {"input_ids": [7, 8], "response_spans": [[0, 2]], "split": "held_out", "task": "math"},
     ]
     assert texts(jsonl("a.jsonl", rows)) == ["one", "two", "three", [2, 3], [6], [7, 8]]
-    assert texts("a.jsonl", ("user",))[:3] == ["q", "q", "three"]
+    assert texts("a.jsonl", ("user",))[:6] == ["q", "q", "three", "four", "five", "six"]
     counts = count("a.jsonl")
     assert [(one.held_out, one.task) for one in counts.parts] == [
         (False, ""), (False, "code"), (False, "math"), (True, "math"),

@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite_are_named(directory, tiny_target):
 def test_a_chosen_template_takes_the_place_of_the_targets_own(directory, tmp_path):
     """Base models have none. A template that was not taken would train a head on texts that are never served."""
     own, file = load_tokenizer(directory).chat_template, tmp_path / "own.jinja"
-    file.write_text("{{ messages[0]['content'] }}!")
+    file.write_text("{{ messages[0]['content'] }}!", encoding="utf-8-sig")  # the mark is no text
     chat, ids = [{"role": "user", "content": "Hi"}], load_tokenizer(directory)("Hi")["input_ids"]
 
     def rendered(chosen: str) -> str:
@@ -108,7 +108,7 @@ def test_a_chosen_template_takes_the_place_of_the_targets_own(directory, tmp_pat
         assert has_chat_template(tokenizer) == (chosen != "none")
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
-    assert rendered(str(file)) == rendered(file.read_text()) == "Hi!"
+    assert rendered(str(file)) == rendered(file.read_text("utf-8-sig")) == "Hi!"
     assert rendered("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert load_tokenizer(directory)(rendered("none"), add_special_tokens=False)["input_ids"] == ids
     assert load_tokenizer(directory).chat_template == own

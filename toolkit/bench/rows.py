@@ -261,8 +261,10 @@ def is_slower(row: dict[str, Any]) -> bool:
 
 
 def is_faster(row: dict[str, Any]) -> bool:
-    """Return whether a setting is faster than plain decoding, by the speedup as it is shown. True if not measured."""
-    return row["speedup"] is None or round(row["speedup"], 2) > 1
+    """Return whether a setting is faster than plain decoding, by the speedup as it is shown. True if not measured.
+
+    One that drafted nothing is plain decoding, and what it seems to gain is noise."""
+    return row.get("drafted_share") != 0 and (row["speedup"] is None or round(row["speedup"], 2) > 1)
 
 
 def recommended_row(record: dict[str, Any]) -> dict[str, Any] | None:

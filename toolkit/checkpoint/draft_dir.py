@@ -36,6 +36,8 @@ MEASUREMENTS = {"measured": "measured.json", "search": "search.json"}
 # Largest distance, as a share of the norm, at which two embeddings count as equal. Rounding and quantisation stay
 # below it.
 SAME_EMBEDDING = 0.15
+# What a setting of a wrong type or size raises where a head is built with it.
+SETTINGS_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,13 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     """
     directory = Path(directory)
     stored = read_config(directory)
-    config = _config_from(stored, directory)
-    tensors = load_tensors(directory / "model.safetensors")
+    head = _head_of(stored, directory)
+    config, tensors = head.config, load_tensors(directory / "model.safetensors")
     if config.own_vocabulary or "d2t" in tensors:
         token_map = _token_map_from(tensors, config, directory)
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     else:
         token_map = TokenMap.identity(config.vocab_size)
-    head = empty_head(config)
     load_strict(head, tensors, str(directory / "model.safetensors"))
     head = head.cast(device, dtype or dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
@@ -152,18 +153,21 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory, weights=("model.safetensors",))
 
 
-def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
+def _head_of(stored: Mapping[str, Any], directory: Path) -> DraftHead:
+    """An empty head with these settings. Raises `DraftDirError` for settings that no head can have."""
     if not isinstance(stored.get("toolkit"), dict):
         raise DraftDirError(
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
             "`toolkit export --draft DIR --to toolkit --out NEW` converts heads of other projects"
         )
     block = stored["toolkit"]
-    if block.get("format") != FORMAT or block.get("head") not in HEAD_KINDS:
+    if block.get("format") != FORMAT or str(block.get("head")) not in HEAD_KINDS:
         raise DraftDirError(
             f"{directory}/config.json holds format {block.get('format')!r}, head {block.get('head')!r}; "
             f"this version reads format {FORMAT}, head {' or '.join(HEAD_KINDS)}"
         )
+    if not isinstance(block.get("target") or {}, dict):
+        raise DraftDirError(f"{directory}/config.json: `target` is {block['target']!r}; a mapping is needed")
     kind, values = head_class(block["head"]).config_class, {**stored}
     if "aux_layer_ids" in block:
         values["aux_layer_ids"] = block["aux_layer_ids"]
@@ -171,8 +175,8 @@ def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
     if lacking:
         raise DraftDirError(f"{directory}/config.json lacks {', '.join(lacking)}; copy the file again from its source")
     try:
-        return kind.from_dict(values)
-    except (TypeError, ValueError) as error:
+        return empty_head(kind.from_dict(values))
+    except SETTINGS_ERRORS as error:
         raise DraftDirError(f"{directory}/config.json: {error}") from error
 
 
@@ -182,12 +186,12 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
         raise WeightsError(
             f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary"
         )
-    token_map = TokenMap.from_d2t(tensors["d2t"], config.vocab_size)
-    rows = config.output_size if config.own_vocabulary else token_map.size
-    if token_map.size != rows or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
+    token_map = TokenMap.from_d2t(tensors["d2t"], tensors["t2d"].numel())
+    sizes = (config.output_size if config.own_vocabulary else token_map.size, config.vocab_size)
+    if (token_map.size, token_map.vocab_size) != sizes or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise WeightsError(
             f"{directory}/model.safetensors: d2t ({token_map.size} ids) and t2d ({int(tensors['t2d'].sum())} ids) and "
-            f"draft_vocab_size {rows} do not describe the same token map"
+            f"draft_vocab_size {sizes[0]} of {sizes[1]} do not describe the same token map"
         )
     return token_map
 

@@ -181,8 +181,9 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     for single in (SAFETENSORS, PICKLE):
         index = directory / INDEX[single]
         if index.is_file():
-            shards = read_json(index).get("weight_map")
-            if not shards:
+            content = read_json(index)
+            shards = content.get("weight_map") if isinstance(content, dict) else None
+            if not shards or not isinstance(shards, dict) or not all(isinstance(one, str) for one in shards.values()):
                 raise WeightsError(f"{index} has no weight_map of tensor names to files; export the weights again")
             return tuple(sorted(set(shards.values())))
         if (directory / single).is_file():

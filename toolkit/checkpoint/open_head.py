@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from toolkit.checkpoint import dspark_format, eagle2_format, eagle3_format
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft
+from toolkit.checkpoint.draft_dir import SETTINGS_ERRORS, DraftCheckpoint, dtype_of, load_draft
 from toolkit.checkpoint.files import (
     CheckpointFiles,
     is_whole_model,
@@ -85,12 +85,14 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> tuple[str, str]:
 
     Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
     names = {plain_name(name) for name in names}
-    architectures = config.get("architectures") or []
+    stated = config.get("architectures") or []
+    architectures = list(map(str, stated if isinstance(stated, list) else [stated]))
     if "toolkit" in config:
-        return str(config["toolkit"].get("head")), OURS
+        block = config["toolkit"]
+        return str(block.get("head") if isinstance(block, dict) else None), OURS
     kind = config.get("speculators_model_type")
     if kind is not None:
-        if kind not in SPECULATORS:
+        if str(kind) not in SPECULATORS:
             raise _unknown(f"of speculators_model_type {kind!r}")
         return SPECULATORS[kind], "speculators"
     for architecture in architectures:
@@ -104,13 +106,18 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> tuple[str, str]:
         raise DraftDirError(f"it is a whole language model ({architectures}), no draft head; use it as `target`")
     if any(name.startswith(("midlayer.", "layers.0.")) and "hidden_norm" in name for name in names):
         writer = EAGLE3_WRITERS.get(next(iter(architectures), ""), "SpecForge or SGLang")
-        if "use_last_layernorm" in (config.get("eagle_config") or {}):
+        if "use_last_layernorm" in as_mapping(config.get("eagle_config")):
             writer = "NVIDIA ModelOpt"
         return "eagle3", writer
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle2", "SafeAILab EAGLE-1/2"
     shown = ", ".join(sorted(names)[:6]) or "no tensors"
     raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """What a config.json holds where a mapping belongs; empty for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _unknown(what: str) -> DraftDirError:
@@ -183,7 +190,7 @@ def import_head(
         load_strict(head, tensors, "the checkpoint")
     except (WeightsError, TokenMapError) as error:
         raise type(error)(f"{files.directory}: {error}") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # also a key of a type that no head can have
+    except SETTINGS_ERRORS as error:
         raise DraftDirError(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
     meta: dict[str, Any] = {"writer": writer, "head": config.kind}
@@ -217,7 +224,7 @@ def _check_dtypes(tensors: Mapping[str, torch.Tensor], resolver: Resolver) -> No
 
 def named_target(files: CheckpointFiles) -> tuple[str, str] | None:
     """The target a checkpoint names, and where: speculators' verifier, else base_model of its model card."""
-    verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
+    verifier = as_mapping(as_mapping(files.config.get("speculators_config")).get("verifier"))
     if verifier.get("name_or_path"):
         return str(verifier["name_or_path"]), "speculators_config.verifier"
     card = files.directory / "README.md"

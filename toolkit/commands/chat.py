@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -77,6 +78,8 @@ def talk(answer: Callable[[str], None], reset: Callable[[], None]) -> None:
     with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are an error of their line
     at_terminal = sys.stdin.isatty()
     while True:
         try:

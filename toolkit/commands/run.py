@@ -60,5 +60,6 @@ def next_steps(job: Run) -> str:
         lines.append(f"  toolkit serve {target}   # plain decoding")
     else:
         shape = "" if chosen == "adaptive" else f" --shape {chosen}"
-        lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]
+        commands = ("serve",) if own.chat_template == "none" else ("chat", "serve")  # a base model takes no chats
+        lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in commands]
     return "\n".join(lines)

@@ -33,6 +33,7 @@ from toolkit.infer.server.server_settings import (
     read_api_keys,
 )
 from toolkit.log import get_logger, give_up_full_streams
+from toolkit.targets.chat_templates import has_chat_template
 
 if TYPE_CHECKING:
     from toolkit.infer.load.load_engine import LoadedEngine
@@ -46,7 +47,7 @@ CHUNK_S = 0.15  # of a prompt, while others decode: with a round between two, no
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HOSTS = ("127.0.0.1", "[::1]", "localhost")  # the same in the header Host
 WARM_UP = "The quick brown fox jumps over the lazy dog."
-CHECKED = ("target", "revision", "token_map", "quantization", "device")  # options of `toolkit check`
+CHECKED = ("target", "revision", "token_map", "quantization", "device", "chat_template")  # options of `toolkit check`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,9 +201,12 @@ def announcement(loaded: LoadedEngine, served: Served, host: str, port: int) -> 
 
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
-    messages = [{"role": "user", "content": "Name three rivers."}]
-    body = {"model": served.model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
-    curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Name three rivers."}]}
+    path = "chat/completions"
+    if not has_chat_template(served.tokenizer):
+        asked, path = {"prompt": "Three rivers are"}, "completions"
+    body = {"model": served.model_name, **asked, "max_tokens": 64, "temperature": 0}
+    curl = f"curl {address}/{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     target = loaded.target
     return (
         f"ready at {address}\n"

@@ -298,7 +298,7 @@ def server_urls(servers: Sequence[str]) -> list[str]:
     """
     listed: list[str] = []
     for one in servers:
-        lines = Path(one).read_text(encoding="utf-8").splitlines() if Path(one).is_file() else [one]
+        lines = Path(one).read_text(encoding="utf-8-sig").splitlines() if Path(one).is_file() else [one]
         listed += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     wrong = next((url for url in listed if not url.startswith(("http://", "https://"))), None)
     if wrong is not None or not listed:

@@ -159,7 +159,10 @@ def build_head(config: HeadConfig) -> DraftHead:
 
 @torch.no_grad()
 def empty_head(config: HeadConfig) -> DraftHead:
-    """A head with NaN weights, for loading a checkpoint: a weight that is not loaded becomes visible."""
+    """A head with NaN weights, for loading a checkpoint: a weight that is not loaded becomes visible.
+
+    Raises HeadError for a number that no head can have."""
+    config.check_numbers()
     head = build_head(config)
     for parameter in head.parameters():
         parameter.fill_(float("nan"))

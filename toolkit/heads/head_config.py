@@ -11,6 +11,10 @@ if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
+# By the type of a field, as it is written: that of its number, or of each of its numbers.
+NUMBERS: dict[str, Any] = {"int": int, "int | None": int, "tuple[int, ...]": int, "float": (int, float)}
+
+
 class HeadError(ValueError):
     """A draft head that cannot be built for a target."""
 
@@ -172,6 +176,18 @@ class HeadConfig(ABC):
         """Config from the keys of a config.json. Keys that are not fields are ignored."""
         names = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
+
+    def check_numbers(self) -> None:
+        """Raise HeadError for a number that is none, or too small: a config.json may hold anything."""
+        for one in fields(self):
+            value, kind = getattr(self, one.name), NUMBERS.get(str(one.type))
+            if kind is None or value is one.default is None:
+                continue
+            numbers = value if isinstance(value, tuple) else (value,)
+            is_size = kind is int and numbers is not value and one.default in (MISSING, None, 1)
+            valid = (isinstance(each, kind) and not isinstance(each, bool) and each >= is_size for each in numbers)
+            if not numbers or not all(valid):
+                raise HeadError(f"{one.name} is {value!r}; a number of at least {is_size:d} is needed")
 
 
 def full_attention_rope(config: Any) -> dict[str, Any]:

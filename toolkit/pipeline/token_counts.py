@@ -31,6 +31,7 @@ from toolkit.weights import sha256_json
 ROW_SUFFIXES, TEXT_SUFFIXES, PARQUET = (".jsonl", ".json"), (".txt", ".md"), ".parquet"
 TEXT_FIELDS = ("text", "content", "response", "output", "completion", "answer", "prompt")
 MESSAGE_FIELDS, TASK_FIELDS = ("messages", "conversations"), ("task", "category")
+PROMPT_FIELDS = ("turns", "prompt")  # lists of messages, or of texts of the user, where a row has nothing else
 ROLLOUT_FIELDS = ("input_ids", "response_spans")
 TEXT_CHARACTERS = 1 << 14  # text files are read as documents of so many, and to the end of the line
 BATCH = 256  # documents that are encoded at once
@@ -200,16 +201,18 @@ def row_documents(placed: Row, roles: Sequence[str]) -> list[Document]:
             if not 0 <= start <= end <= len(ids):
                 raise TokenMapError(f"{where}: response span [{start}, {end}) is outside the {len(ids)} input_ids")
         return [_document(None, ids[start:end], task, held_out) for start, end in row["response_spans"]]
-    for field in MESSAGE_FIELDS:
-        if isinstance(row.get(field), list):
-            turns = [read_message(one, f"{where}: a message") for one in row[field]]
+    for field in (*MESSAGE_FIELDS, *TEXT_FIELDS, *PROMPT_FIELDS):
+        value = row.get(field)
+        if isinstance(value, str) and field in TEXT_FIELDS:
+            return [_document(encodable(value, f"{where}: {field}"), task=task)]
+        if isinstance(value, list) and field in (*MESSAGE_FIELDS, *PROMPT_FIELDS):
+            messages = ({"role": "user", "content": one} if isinstance(one, str) else one for one in value)
+            turns = [read_message(one, f"{where}: a message") for one in messages]
             return [_document(text, task=task) for role, text in turns if text and ROLES.get(role, role) in roles]
-    for field in TEXT_FIELDS:
-        if isinstance(row.get(field), str):
-            return [_document(encodable(row[field], f"{where}: {field}"), task=task)]
     raise TokenMapError(
         f"{where}: no text field among {', '.join(map(str, row)) or '(none)'}; expected one of "
-        f"{', '.join(TEXT_FIELDS)}, a list under {' or '.join(MESSAGE_FIELDS)}, or {' and '.join(ROLLOUT_FIELDS)}"
+        f"{', '.join(TEXT_FIELDS)}, a list under {', '.join((*MESSAGE_FIELDS, *PROMPT_FIELDS))}, "
+        f"or {' and '.join(ROLLOUT_FIELDS)}"
     )
 
 

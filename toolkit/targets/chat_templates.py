@@ -31,7 +31,7 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None, sour
     beside = Path(source).expanduser().with_suffix(".jinja")
     if chosen is None:
         if source.endswith(".gguf") and beside.is_file():
-            tokenizer.chat_template = beside.read_text(encoding="utf-8")
+            tokenizer.chat_template = _read(beside)
         return None
     if chosen == "none":
         begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -39,11 +39,19 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None, sour
     elif chosen == "chatml" or "{" in chosen:
         text = CHATML if chosen == "chatml" else chosen
     elif Path(chosen).expanduser().is_file():
-        text = Path(chosen).expanduser().read_text(encoding="utf-8")
+        text = _read(Path(chosen).expanduser())
     else:
         raise TargetError(f"chat_template is {chosen!r}, and there is no such file; give a Jinja file, chatml or none")
     tokenizer.chat_template = text
     return text
+
+
+def _read(path: Path) -> str:
+    """The text of a template, without the mark that some editors put first: it would begin every prompt."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TargetError(f"{path}: {error}; a chat template in UTF-8 is needed") from error
 
 
 def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -8,7 +8,7 @@ import torch
 from tests.infer.conftest import oracle_engine, places_of
 from toolkit.infer.engine.engine import Engine, EngineLoad, load_of
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingError, SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, summarise
 
 
@@ -161,6 +161,8 @@ def test_bad_requests_are_refused(tiny_target):
         engine.add_request([1] * 25, SamplingParams())
     with pytest.raises(EngineError, match="ids from 1 to 100000"):
         engine.add_request([1, 100000], SamplingParams())
+    with pytest.raises(SamplingError, match="temperature .* lie in"):  # no float32 holds it: the step would fail
+        SamplingParams(temperature=10**400)
     assert not engine.has_work()
 
 

@@ -139,6 +139,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ([HELLO, [5, 6]], "prompt 1 is no conversation as others are"),
         ([[5], [5, "6"]], "prompt 1 is .5, '6'. .list."),
         ([""], "prompt 0 is '' .*with one token or more"),
+        (["a", "\ud83d"], "prompt 1 is not valid unicode"),
         ([HELLO, [{"role": "user"}]], "prompt 1: the field 'content' is missing"),
         ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "prompt 0: calls of tools are not supported"),
     ],

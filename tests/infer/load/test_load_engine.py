@@ -117,3 +117,6 @@ def test_lookup_that_cannot_be_is_refused(small_target, small_draft, tmp_path):
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=r"answers.jsonl:1 has neither `messages` nor `text`"):
         drafter_of(small_target, small_draft, lookup_corpus=path)
+    path.write_text('{"text": "\\ud83d"}\n')
+    with pytest.raises(ConfigError, match="answers.jsonl:1: text is not valid unicode"):
+        drafter_of(small_target, small_draft, lookup_corpus=path)

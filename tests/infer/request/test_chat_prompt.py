@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 
-from toolkit.infer.request.chat_prompt import chat_text
+import pytest
+
+from toolkit.infer.request.chat_prompt import ChatPromptError, chat_text
 
 
 def test_a_template_that_loops_over_parts_gets_parts(tiny_target):
@@ -13,3 +15,5 @@ def test_a_template_that_loops_over_parts_gets_parts(tiny_target):
     tokenizer.chat_template = "{% for m in messages %}{% for c in m.content %}{{ c.text }}|{% endfor %}{% endfor %}"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     assert chat_text(tokenizer, messages) == "s|q|"
+    with pytest.raises(ChatPromptError, match="not valid unicode"):
+        chat_text(tokenizer, [{"role": "user", "content": "\udcff"}])

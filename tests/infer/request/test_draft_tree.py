@@ -28,7 +28,15 @@ def test_shape_reads_what_it_writes():
     assert (shape.name, shape.as_text(), shape.is_chain) == ("tree 5x4/16", "5,4,16", False)
 
 
-@pytest.mark.parametrize(("text", "words"), [("4,x,5", "three numbers"), ("2,2,8", "between 2 and 7")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4,x,5", "three numbers"),
+        ("4²,1,5", "three numbers"),
+        ("9" * 5000 + ",1,5", "three numbers"),
+        ("2,2,8", "between 2 and 7"),
+    ],
+)
 def test_impossible_shapes_are_refused(text, words):
     """Each error says what is possible."""
     with pytest.raises(DraftShapeError, match=words):

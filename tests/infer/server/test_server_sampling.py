@@ -195,6 +195,7 @@ def bodies_at_the_limits():
         if isinstance(value, int):
             yield "logit_bias", {"logit_bias": {str(value): 1}}
     yield "logit_bias", {"logit_bias": {"9" * 5000: 1}}
+    yield "shape", {"shape": "9" * 5000 + ",1,5"}
 
 
 def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.infer.conftest import finished
+from tests.infer.verify.test_grammar_masks import ByToken, some_grammar
 from tests.infer.verify.test_verifiers_distribution import misfit
 from toolkit.infer.drafters import lookup as lookup_module
 from toolkit.infer.drafters.lookup import NgramLookup
@@ -141,14 +142,18 @@ def test_a_head_of_nan_changes_no_answer(small_target, small_draft, verify, shap
     assert [len(one.output_ids) for one in beside] == [30] * 4
 
 
-def two_token_distribution(target, prompt: list[int], params: SamplingParams) -> Tensor:
-    """Exact distribution of the answer's second and third token [V, V], summed over the first; with the penalty."""
+def two_token_distribution(target, prompt: list[int], params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
+    """Exact distribution of the answer's second and third token [V, V], summed over the first; with the penalty.
+
+    allowed [.., V]: which tokens may follow each token."""
     vocab, model = target.vocab_size, target.model
 
     def after(texts: list[list[int]], penalised: list[list[int]]) -> Tensor:
         logits = model(input_ids=torch.tensor([prompt + text for text in texts])).logits[:, -1].double()
         for row, tokens in enumerate(penalised):
             logits[row, sorted(set(tokens))] -= params.presence_penalty
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed[[(prompt + text)[-1] for text in texts]], -torch.inf)
         return torch.softmax(logits / params.temperature, dim=-1)
 
     one = [[a] for a in range(vocab)]
@@ -200,5 +205,28 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
         accepted += request.token_from_draft[1] + request.token_from_draft[2]
     engine.close()
     assert accepted > runs / 20
+    g, limit = misfit(counts, probs * runs, z=4.265)
+    assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verify", "shape"), [("block", "2,1,3"), ("rejection", "2,1,3"), ("target", "2,3,7")])
+def test_distribution_of_an_engine_under_a_grammar(small_target, small_draft, verify, shape):
+    """G-test as above, of the target's distribution over the tokens that the grammar allows. Drafts that are masked as
+    the target's logits are, but verified as if they were not, would give another one (arXiv 2605.07698)."""
+    runs, allowed = 3000, some_grammar(5, 24)
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_running_requests=64, verify=verify)
+    settings = {"temperature": 1.5, "max_tokens": 4, "ignore_eos": True}
+    requests = [engine.add_request(PROMPTS[0], SamplingParams(**settings, seed=i)) for i in range(runs)]
+    for request in requests:
+        request.grammar = ByToken(allowed)
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    probs = two_token_distribution(small_target, PROMPTS[0], SamplingParams(**settings), allowed).flatten()
+    places = [one.output_ids[1] * 24 + one.output_ids[2] for one in requests]
+    counts = torch.bincount(torch.tensor(places), minlength=24 * 24).double()
+    assert counts[probs == 0].sum() == 0, "a token that the grammar forbids"
+    assert sum(one.token_from_draft[1] + one.token_from_draft[2] for one in requests) > runs / 20
     g, limit = misfit(counts, probs * runs, z=4.265)
     assert g < limit, f"G = {g:.1f}, limit {limit:.1f}"

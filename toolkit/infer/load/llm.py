@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from toolkit.chat_rows import short
+from toolkit.chat_rows import encodable, short
 from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids
 from toolkit.infer.request.detokenize import Detokenizer
@@ -35,6 +35,7 @@ from toolkit.infer.request.request import (
     one_for_each,
     summarise,
 )
+from toolkit.jsonl import DataError
 
 if TYPE_CHECKING:  # an engine needs transformers' models, which take seconds to import: the first LLM does that
     from toolkit.infer.drafters.choose_drafter import Draft
@@ -327,7 +328,10 @@ def read_offline_prompts(prompts: Any, tokenizer: Any) -> tuple[list[list[int]],
 def _ids(prompt: Any, place: int, tokenizer: Any) -> list[int]:
     if _all_are(prompt, Mapping):
         return _chat_ids(prompt, place, tokenizer)
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    try:
+        ids = tokenizer(encodable(prompt, f"prompt {place}"))["input_ids"] if isinstance(prompt, str) else prompt
+    except DataError as error:
+        raise OfflinePromptError(str(error)) from error
     if not _all_are(ids, Integral) or any(isinstance(token, bool) for token in ids):
         raise OfflinePromptError(
             f"prompt {place} is {short(prompt)} ({type(prompt).__name__}); {NEEDED}, with one token or more"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.chat_rows import ROLES, read_message
+from toolkit.chat_rows import ROLES, encodable, read_message
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
 from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
@@ -233,7 +233,7 @@ def _texts(path: Path) -> Iterator[str]:
                 read = [read_message(one, f"{path}:{number}: a message") for one in messages]
                 yield from (text for role, text in read if text and ROLES.get(role) == "assistant")
             elif isinstance(row.get("text"), str):
-                yield row["text"]
+                yield encodable(row["text"], f"{path}:{number}: text")
             else:
                 raise ConfigError(f"{path}:{number} has neither `messages` nor `text`; one of them is needed")
     except (OSError, UnicodeDecodeError, DataError) as error:

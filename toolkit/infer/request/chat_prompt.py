@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.chat_rows import TEMPLATE_ERRORS, messages_for
+from toolkit.chat_rows import TEMPLATE_ERRORS, encodable, messages_for
+from toolkit.jsonl import DataError
 from toolkit.targets.chat_templates import has_chat_template
 
 
@@ -39,7 +40,7 @@ def chat_text(
 
     tools: in the form of chat templates; only for a template that reads them. variables: further variables of the
     template, or add_generation_prompt=False. Raises ChatPromptError if the template rejects the messages, e.g. two user
-    turns in a row.
+    turns in a row, and for a lone surrogate.
     """
     require_chat_template(tokenizer)
     settings = {"add_generation_prompt": True, **variables}
@@ -47,9 +48,13 @@ def chat_text(
     stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         shown = messages_for(tokenizer, stated)
-        return str(tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, **settings))
+        text = str(tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, **settings))
     except TEMPLATE_ERRORS as error:
         raise ChatPromptError(f"the target's chat template refuses these messages: {error}") from error
+    try:
+        return encodable(text, "the text of these messages")
+    except DataError as error:
+        raise ChatPromptError(str(error)) from error
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -10,6 +10,7 @@ than its child's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -61,7 +62,7 @@ class DraftShape:
     def parse(cls, text: str) -> DraftShape:
         """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree), or a preset."""
         parts = SHAPE_PRESETS.get(text, text).split(",")
-        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        if len(parts) != 3 or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
             raise DraftShapeError(
                 f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5, or '
                 f"{' or '.join(SHAPE_PRESETS)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from toolkit.errors import TargetError
 
 # The sampler divides, scales and shifts logits in fp32: beyond these bounds they overflow to infinity.
-LEAST_TEMPERATURE = 1e-5
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-5, 1e4
 MOST_PENALTY = 1e4
 MOST_BIAS = 1e4
 MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
@@ -187,9 +186,9 @@ class SamplingParams:
 
     def _check_distribution(self) -> None:
         self._need(
-            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
+            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE,
             "temperature",
-            f"it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which every draw is greedy anyway",
+            f"it must be 0 (greedy) or lie in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]",
         )
         self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
         self._need(0 <= self.top_k < 2**31, "top_k", "it must be 0 (keep every token) or a count below 2**31")
@@ -208,7 +207,7 @@ class SamplingParams:
         )
 
     def _check_end(self) -> None:
-        self._need(self.max_tokens >= 1, "max_tokens", "at least 1 token has to be asked for")
+        self._need(1 <= self.max_tokens < 2**31, "max_tokens", "it must be at least 1 and below 2**31")
         self._need(
             0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"it must lie in [0, {self.max_tokens}] (max_tokens)"
         )
