@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 import transformers
-from harness import Row, leave, parser_of, set_threads, settings_of, show
+from harness import Row, leave, parser_of, ratio, set_threads, settings_of, show
 
 from toolkit import __version__
-from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS
 from toolkit.bench.prompts import BUILTIN, builtin_prompts
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
@@ -52,7 +52,6 @@ DEFINITIONS = {
     "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "
     f"each with all its repeats; null below {LEAST_GROUPS} queues, whose spread says little",
     "equal": "answers with the very tokens of ours (another dtype parts at near-ties, and then writes another text)",
-    "peak_memory_bytes": "null: all engines are in one process",
 }
 
 Ids = list[int]
@@ -148,45 +147,24 @@ def race(
     return turns
 
 
-def interval_of(seconds: Sequence[float], ours: Sequence[Turn]) -> tuple[float, float] | None:
-    """Of the ratio of all seconds to ours. Queues are drawn, each with all its repeats: those are no new prompts."""
-    queues = sorted({turn.queue for turn in ours})
-    pairs = [(mine, own.seconds, own.queue) for mine, own in zip(seconds, ours, strict=True)]
-    sums = [[sum(pair[side] for pair in pairs if pair[2] == queue) for queue in queues] for side in (0, 1)]
-    return ratio_interval(*sums, least_units=LEAST_GROUPS)
-
-
 def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[Row]:
     """One row an engine. context: tokens of the longest prompt and the longest answer that was allowed."""
     ours, rows = turns[OURS], []
+    queues = sorted({turn.queue for turn in ours})
     for name, mine in turns.items():
         tokens, seconds = sum(turn.tokens for turn in mine), sum(turn.seconds for turn in mine)
-        as_many = [turn.seconds * own.tokens / turn.tokens for own, turn in zip(ours, mine, strict=True)]
-        interval = interval_of(as_many, ours)
-        pairs = [
-            pair for own, turn in zip(ours, mine, strict=True) for pair in zip(own.answers, turn.answers, strict=True)
-        ]
-        rows.append(
-            {
-                "engine": name,
-                "version": __version__ if name == OURS else transformers.__version__,
-                "dtype": str(targets[name].dtype).removeprefix("torch."),
-                "weight_bits": targets[name].weight_bits,
-                "batch": batch,
-                "context": context,
-                "queues": len({turn.queue for turn in mine}),
-                "answers": len(pairs),
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_s": tokens / seconds,
-                "ratio": sum(as_many) / sum(own.seconds for own in ours),
-                "interval": [None, None] if interval is None else list(interval),
-                "equal": sum(own == other for own, other in pairs),
-                "accept_length": None,
-                "peak_memory_bytes": None,
-                "parts": {},
-            }
-        )
+        both = list(zip(ours, mine, strict=True))
+        # By queue, with all its repeats: those are no new prompts.
+        as_many = [sum(one.seconds * own.tokens / one.tokens for own, one in both if one.queue == at) for at in queues]
+        over, interval = ratio(as_many, [sum(own.seconds for own in ours if own.queue == at) for at in queues])
+        pairs = [pair for own, one in both for pair in zip(own.answers, one.answers, strict=True)]
+        rows.append({
+            "engine": name, "version": __version__ if name == OURS else transformers.__version__,
+            "dtype": str(targets[name].dtype).removeprefix("torch."), "weight_bits": targets[name].weight_bits,
+            "batch": batch, "context": context, "queues": len(queues), "answers": len(pairs), "tokens": tokens,
+            "seconds": seconds, "tokens_per_s": tokens / seconds, "ratio": over, "interval": interval,
+            "equal": sum(own == other for own, other in pairs),
+        })  # fmt: skip
     return rows
 
 
@@ -201,38 +179,19 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[Ids]:
             roles = [message["role"] for message in one.messages]
             if "user" in roles:
                 asked.append(list(one.messages[: roles.index("user") + 1]))
-    if args.max_tokens < 2 or args.repeats < 1 or min(args.batch) < 1:
-        raise BenchError(
-            f"--max-tokens {args.max_tokens} --repeats {args.repeats} --batch {min(args.batch)}: at least 2, 1 and 1 "
-            "are needed"
-        )
     if max(args.batch) > min(len(asked), args.limit):
-        raise BenchError(
-            f"--batch {max(args.batch)} needs so many prompts; --limit is {args.limit}, {len(asked)} were found in "
-            f"{args.prompts or 'the built-in ones'}"
-        )
+        raise BenchError(f"--batch {max(args.batch)} needs so many prompts; --limit {args.limit} of {len(asked)} came")
     return [prompt_ids(tokenizer, messages) for messages in asked[: args.limit]]
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--target", default=DEMO_NAME, help=f"default: {DEMO_NAME}")
-    parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
-    parser.add_argument("--limit", type=int, default=64, metavar="N", help="prompts, the file's first (default: 64)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[16, 32], metavar="N", help="answers at a time (default: 16 32)"
-    )
-    parser.add_argument("--ends", choices=("stop", "length"), default="stop", help="what ends answers (default: stop)")
-    parser.add_argument("--max-tokens", type=int, default=160, help="tokens of an answer, at most (default: 160)")
-    parser.add_argument("--repeats", type=int, default=1, help="times that each queue is answered (default: 1)")
-    parser.add_argument(
-        "--hf-dtype", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES), help="of `generate` (default: both)"
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    parser = parser_of(__doc__, limit=64, batch=[16, 32], max_tokens=160, repeats=1)
+    parser.add_argument("--target", default=DEMO_NAME, help="(default: %(default)s)")
+    parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
+    parser.add_argument("--ends", choices=("stop", "length"), default="stop", help="what ends answers (default: stop)")
+    dtypes = sorted(DTYPES)
+    parser.add_argument("--hf-dtype", nargs="+", choices=dtypes, default=dtypes, help="of `generate` (default: both)")
+    args = parser.parse_args(argv)
     threads = set_threads()
     targets = {OURS: load_target(args.target, use="rollouts")}
     prompts = prompts_of(args, targets[OURS].tokenizer)
