@@ -32,7 +32,6 @@ from gpu import (
     Clock,
     Mode,
     Ours,
-    RoundParts,
     Sizes,
     Subject,
     Turn,
@@ -68,9 +67,9 @@ DEFINITIONS = {
     "95 % bootstrap interval over turns, which are paired",
     "accept_length": "tokens committed per verify step and row, bonus included",
     "speedup_per_accept_length": "the share of what was accepted that became speed",
-    "parts": "seconds of a round by part, of an engine that was measured part by part behind the turns (gpu.py says "
-    "what is in each); they add up to a round of that measurement",
-    "parts_by": "graphs: a recorded graph for each part; stamps: of eager rounds",
+    "parts": "seconds of a recorded round by part (gpu.py says what is in each), of a turn behind the others; "
+    "they add up to a round of that turn",
+    "parts_by": "graphs: each part is a recorded graph; null: rounds are eager",
     "overhead_of_verify": "all parts but verify, host included, over verify",
     "bytes_per_step": "weights that a plain step reads, output matrix included and embedding left out, and the keys "
     "and values of `context`",
@@ -194,7 +193,7 @@ def row_of(
     }
 
 
-def kernels_of(engine: Ours, subject: Subject, batch: int, rounds: int, clock: Clock) -> dict[str, Any]:
+def kernels_of(engine: Ours, prompts: Sequence[Sequence[int]], rounds: int, clock: Clock) -> dict[str, Any]:
     """Kernels and copies of one round. On a CPU, torch's operations stand for them."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.on_device else [])
     profiler = profile(activities=kinds)
@@ -203,7 +202,7 @@ def kernels_of(engine: Ours, subject: Subject, batch: int, rounds: int, clock: C
         clock.wait()
         profiler.__exit__(None, None, None)
 
-    engine.turn(subject.group(batch, 0), profiler.__enter__, end)
+    engine.turn(prompts, profiler.__enter__, end)
     wanted = DeviceType.CUDA if clock.on_device else DeviceType.CPU
     events = [event for event in profiler.events() if event.device_type == wanted]
     count, spent = collections.Counter[str](), collections.Counter[str]()
@@ -218,19 +217,12 @@ def kernels_of(engine: Ours, subject: Subject, batch: int, rounds: int, clock: C
     return {"count": len(events) / rounds, "seconds": sum(spent.values()) / rounds / 1e6, "by_name": longest}
 
 
-def parts_of(bench: Bench, subject: Subject, mode: Mode, sizes: Sizes) -> dict[str, Any]:
-    """The columns of a measurement part by part. Recorded rounds fall back on stamps where parts cannot be recorded."""
-    found = RoundParts(bench.clock)
-    with found.wrapped():
-        engine = Ours(subject, mode, sizes, bench.clock, found)
-        try:
-            engine.turn(subject.group(sizes.batch, 0))
-            engine.turn(subject.group(sizes.batch, 0), found.restart, found.stop)
-        finally:
-            engine.close()
-    parts = {part: seconds / sizes.rounds for part, seconds in found.seconds().items()}
-    by = "graphs" if found.recorded and bench.clock.on_device else "stamps"
-    return {"parts": parts, "parts_by": by, "overhead_of_verify": sum(parts.values()) / parts["verify"] - 1}
+def parts_of(entrant: Ours, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The columns of a turn measured part by part; none of eager rounds."""
+    parts = entrant.parts(prompts)
+    if not parts:
+        return {}
+    return {"parts": parts, "parts_by": "graphs", "overhead_of_verify": sum(parts.values()) / parts["verify"] - 1}
 
 
 def opened(build: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> tuple[Any, float]:
@@ -270,19 +262,17 @@ def measure(bench: Bench, subject: Subject, variant: str, sizes: Sizes, card: fl
                 turns[name].append(turn)
             else:
                 entrants.pop(name).close()
-    counted: dict[str, dict[str, Any] | None] = {}
-    for name, entrant in entrants.items():
-        if args.kernels and name in modes:
-            call = partial(kernels_of, entrant, subject, batch, args.rounds, bench.clock)
-            counted[name] = bench.attempt(f"kernels of {name}, {what}", call)
-        entrant.close()
     for name, entrant in entrants.items():
         row = row_of(subject, entrant, batch, turns[name], turns.get(entrant.over, []), card)
-        row |= {"variant": variant, "first_turn_seconds": first[name], "kernels": counted.get(name)}
-        row |= {"parts": {}, "parts_by": None, "overhead_of_verify": None, "peak_memory_bytes": bench.peak}
+        row |= {"variant": variant, "first_turn_seconds": first[name], "peak_memory_bytes": bench.peak, "kernels": None}
+        row |= {"parts": {}, "parts_by": None, "overhead_of_verify": None}
         if name in modes:
-            call = partial(parts_of, bench, subject, modes[name], sizes)
-            row |= bench.attempt(f"parts of {name}, {what}", call) or {}
+            prompts = subject.group(batch, 0)
+            if args.kernels:
+                call = partial(kernels_of, entrant, prompts, args.rounds, bench.clock)
+                row["kernels"] = bench.attempt(f"kernels of {name}, {what}", call)
+            row |= bench.attempt(f"parts of {name}, {what}", partial(parts_of, entrant, prompts)) or {}
+        entrant.close()
         bench.rows.append(row)
 
 

@@ -5,16 +5,11 @@ accepted by chance to a FORCED accept_length: only times mean anything.
     llama   the shape of Llama-3.1-8B in bfloat16, and a head over 32000 ids
     tiny    to see that a script runs: --device cpu --target tiny
 
-Parts of a round:
-    draft     the head's forwards, its read of what was committed before (EAGLE's "extend") included, and its picks
-    build     the tree of the best candidates
-    verify    the target's forward over every node, output matrix included
-    sample    the target's choices, and the walk through the tree
-    compact   keys of accepted nodes move to their places; what the next draft reads is kept
+Parts of a recorded round, whose graphs are stamped with CUDA events (without a GPU, by the host's clock):
+    draft     the head's forwards, its read of what was committed before (EAGLE's "extend") included, and the tree
+    verify    the target's forward over every node
+    sample    the target's choices, output matrix included, the walk through the tree, and the moves in the caches
     host      everything else: scheduling, commits, reading the result, waiting for launches
-The engine's functions are wrapped while it is measured. Eager rounds leave a stamp wherever a part begins. A recorded
-round has no inside to stamp, so it is recorded as one graph a part, which share their memory and are started one after
-the other with a stamp between them. Stamps are CUDA events; without a GPU, the host's clock.
 """
 
 from __future__ import annotations
@@ -23,11 +18,8 @@ import argparse
 import gc
 import signal
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Self, TypeVar
 
 import torch
@@ -40,17 +32,12 @@ from toolkit import __version__
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
-from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.drafters import head_drafter
-from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.drafters.lookup import NgramDrafter
-from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
-from toolkit.infer.graphs.recordings import WARM_UPS, Capture, Run
+from toolkit.infer.graphs.recordings import Capture, Run
 from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import EngineError, SamplingParams
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -79,6 +66,7 @@ TARGETS: dict[str, tuple[str, LlamaConfig, torch.dtype, int]] = {
     "tiny": ("tiny-llama", LlamaConfig(**TINY, **ENDS), torch.float32, 128),
 }
 HEAD = "random EAGLE-3 head"
+PARTS = {"draft": "draft", "forward": "verify", "choice": "sample"}  # of a round, by the graph that runs it
 Found = TypeVar("Found")
 
 
@@ -318,6 +306,28 @@ class Ours:
             self._engine.abort(request)
         return Turn(seconds, self._rounds, len(requests), tokens)
 
+    def parts(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Seconds of a round by part, in one more turn, after which its replays stay wrapped; none of eager rounds."""
+        graphs, spans = self._engine._rounds.graphs, []
+        for part, recorded in ({} if graphs is None else graphs.made).items():
+            recorded.replay = self._stamped(recorded.replay, PARTS[part.what], spans)
+        seconds = self.turn(prompts, spans.clear).seconds
+        if not spans:
+            return {}
+        found = dict.fromkeys(PARTS.values(), 0.0)
+        for name, began, ended in spans:
+            found[name] += self._clock.seconds(began, ended)
+        found["host"] = seconds - sum(found.values())
+        return {name: of_all / self._rounds for name, of_all in found.items()}
+
+    def _stamped(self, replay: Run, name: str, spans: list[tuple[str, Any, Any]]) -> Run:
+        def run() -> None:
+            began = self._clock.stamp()
+            replay()
+            spans.append((name, began, self._clock.stamp()))
+
+        return run
+
     def close(self) -> None:
         """Its memory is free for the next."""
         self._engine.close()
@@ -330,24 +340,7 @@ def again(run: Run) -> Run:
     return run
 
 
-# -- parts of a round --------------------------------------------------------------------------------------------------
-
-HOST = "host"
-PARTS: tuple[tuple[Any, str, str], ...] = (
-    (HeadDrafter, "draft", "draft"),
-    (NgramDrafter, "propose", "draft"),
-    (head_drafter, "chain_tree", "build"),
-    (head_drafter, "rerank", "build"),
-    (TargetForward, "__call__", "verify"),
-    (Target, "logits", "verify"),
-    (engine_round, "choose_tokens", "sample"),
-    (ForcedAcceptance, "__call__", "sample"),
-    (engine_round, "follow", "sample"),
-    (HeadDrafter, "keep_features", "compact"),
-    (engine_round, "compact", "compact"),
-    (engine_round, "advance", "compact"),
-)
-NAMES = (*dict.fromkeys(part for _, _, part in PARTS), HOST)
+# -- the device ------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -383,123 +376,6 @@ class Clock:
         self.wait()
         took = [self.seconds(*pair) for pair in zip(stamps, stamps[1:], strict=False)]
         return sorted(took)[times // 2]
-
-
-class RoundParts:
-    """Stamps of one engine's rounds, and the capture of its recorded ones: `Engine(.., capture=RoundParts(clock))`."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._inside = [HOST]
-        self._stamps: list[tuple[str, Any]] = []
-        self._kept: list[tuple[str, Any]] = []
-        self._cut: Callable[[str], None] | None = None  # what a change of parts does while a round is recorded
-        self.recorded = 0
-        self._stream: torch.cuda.Stream | None = None
-
-    @contextmanager
-    def wrapped(self) -> Iterator[None]:
-        """The engine's functions say which part they are."""
-        owns = [getattr(owner, name) for owner, name, _ in PARTS]
-        for (owner, name, part), own in zip(PARTS, owns, strict=True):
-            setattr(owner, name, self._wrapped(own, part))
-        try:
-            yield
-        finally:
-            for (owner, name, _), own in zip(PARTS, owns, strict=True):
-                setattr(owner, name, own)
-
-    def restart(self) -> None:
-        """Forget the stamps so far; the host's time begins."""
-        self._stamps, self._kept = [(HOST, self._clock.stamp())], []
-
-    def stop(self) -> None:
-        """What comes after does not count."""
-        self._stamp(HOST)
-        self._stamps, self._kept = [], self._stamps
-
-    def seconds(self) -> dict[str, float]:
-        """Of every part between `restart` and `stop`."""
-        self._clock.wait()
-        found = dict.fromkeys(NAMES, 0.0)
-        for (part, began), (_, ended) in zip(self._kept, self._kept[1:], strict=False):
-            found[part] += self._clock.seconds(began, ended)
-        return found
-
-    def _wrapped(self, own: Callable[..., Any], part: str) -> Callable[..., Any]:
-        @wraps(own)
-        def measured(*args: Any, **keywords: Any) -> Any:
-            # Heads that share the target's output matrix score their drafts by it: that is drafting.
-            drafting = part == "verify" and self._inside[-1] == "draft"
-            self._inside.append("draft" if drafting else part)
-            self._change()
-            try:
-                return own(*args, **keywords)
-            finally:
-                self._inside.pop()
-                self._change()
-
-        return measured
-
-    def _change(self) -> None:
-        (self._cut or self._stamp)(self._inside[-1])
-
-    def _stamp(self, part: str) -> None:
-        self._stamps.append((part, self._clock.stamp()))
-
-    # -- recorded rounds -----------------------------------------------------------------------------------------------
-
-    def __call__(self, run: Run) -> Run:
-        """Records a round, part by part. Raises EngineError where it cannot be recorded."""
-        if not self._clock.on_device:
-            run()
-            self.recorded += 1
-            return run
-        try:
-            segments = self._record(run)
-        except RuntimeError as error:
-            raise EngineError(f"a round could not be recorded part by part ({error})") from error
-        finally:
-            self._cut = None
-        self.recorded += 1
-
-        def replay() -> None:
-            for part, graph in segments:
-                self._stamp(part)
-                graph.replay()
-            self._stamp(HOST)
-
-        return replay
-
-    def _record(self, run: Run) -> list[tuple[str, torch.cuda.CUDAGraph]]:
-        pool = torch.cuda.graph_pool_handle()
-        segments: list[tuple[str, torch.cuda.CUDAGraph]] = []
-
-        def begin(part: str) -> None:
-            segments.append((part, torch.cuda.CUDAGraph()))
-            segments[-1][1].capture_begin(pool=pool)
-
-        def cut(part: str) -> None:
-            if part != segments[-1][0]:
-                segments[-1][1].capture_end()
-                begin(part)
-
-        self._stream = self._stream or torch.cuda.Stream()
-        for _ in range(WARM_UPS):  # not on the stream that captures: see CudaCapture
-            run()
-        torch.cuda.synchronize()
-        gc.collect()
-        with torch.cuda.stream(self._stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two parts
-            begin(self._inside[-1])
-            self._cut = cut
-            try:
-                run()
-            finally:
-                self._cut = None
-                segments[-1][1].capture_end()
-        torch.cuda.synchronize()
-        return segments
 
 
 def bandwidth(clock: Clock, device: torch.device, size: int) -> dict[str, float]:
