@@ -89,7 +89,7 @@ DEFINITIONS = {
     "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
     "engines that do not tell prefill apart",
     "decode_speedup_per_accept_length": "the share of what was accepted that became speed",
-    "parts": "draft, verify, commit: the rounds' own; prefill: what steps that read a prompt took beside their round; "
+    "parts": "draft, verify, commit: the rounds' own; prefill: up to the last first token of a group of prompts; "
     "host: the rest of `seconds`",
     "host_share": "(commit + host) / (seconds - prefill); Python work inside draft and verify is not in it",
     "peak_memory_bytes": "largest resident size of the engine's process up to the end of this batch size",

@@ -1,11 +1,11 @@
 """The engine on one GPU beside its roofline: what a plain step, and each part of a speculative round, could cost.
 
-    python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--variants dependent fp8] [--kernels]
+    python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--kernels]
 
 The shape of Llama-3.1-8B with random weights, a random head and a FORCED accept_length (gpu.py). At each batch size all
 entrants take turns on one card, the first one rotating, and are then measured part by part:
 
-    ours          plain, chain, tree   x   --hows   x   --variants
+    ours          plain, chain, tree   x   --hows
     hf-generate   static cache, which transformers compiles on a GPU
 
 --kernels also counts the kernels of a round and names the longest. The card's bandwidth is measured first, by a copy
@@ -43,20 +43,14 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from toolkit.bench.side_by_side import rotated
-from toolkit.infer.attention import fused_layer
-from toolkit.infer.kernels.float8_linear import to_float8
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.targets.fixed_linear import quantization_of
 
 SHOWN, NAMED = 28, 70  # kernels of a round, letters of a kernel's name
-COLUMNS = ("engine", "variant", "batch", "shape", "round_seconds", "tokens_per_s", "speedup", "interval",
+COLUMNS = ("engine", "batch", "shape", "round_seconds", "tokens_per_s", "speedup", "interval",
            "accept_length", "overhead_of_verify", "share_of_bandwidth", "parts_by", "first_turn_seconds")  # fmt: skip
-VARIANTS = ("apart", "dependent", "fp8")  # what runs
 DEFINITIONS = {
     "engine": "ours: -eager; -graph: recorded, a round is launched before the host has read the last one; "
     "-graph-serial: recorded, launched after; -compiled: a graph of compiled layers",
-    "variant": "apart: transformers' layers; dependent: our layers, products of up to 32 rows by our kernel, dependent "
-    "launches; fp8: also the head's weights in float8",
     "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
     "forced": "the accept_length that drafts were accepted to by chance, whatever the target said",
     "context": "tokens of a row in the middle of the measured rounds, mean over rows",
@@ -77,18 +71,6 @@ DEFINITIONS = {
     "kernels": "kernels and copies of one round on the device; seconds: of all of them; by_name: the longest",
     "peak_memory_bytes": "largest allocation of the process so far: all entrants of a batch size are loaded together",
 }
-
-
-def set_variant(variant: str, subject: Subject) -> None:
-    """One of VARIANTS, from now on."""
-    fused_layer.enabled = variant != "apart"
-    if subject.target.device.type == "cuda":
-        from toolkit.infer.kernels.triton import launch, layer_ops
-
-        layer_ops.skinny_rows = layer_ops.MAX_ROWS if variant != "apart" else 0
-        launch.enabled = variant != "apart"
-    if variant == "fp8" and quantization_of(subject.draft.head) is None:
-        to_float8(subject.draft.head)
 
 
 class _Ticks(StoppingCriteria):
@@ -236,14 +218,13 @@ def opened(build: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> tuple[
     return entrant, time.perf_counter() - began
 
 
-def measure(bench: Bench, subject: Subject, variant: str, sizes: Sizes, card: float) -> None:
-    """All rows of one batch size and variant: turns first, then kernels, then parts."""
-    args, batch, what = bench.args, sizes.batch, f"{variant}, batch {sizes.batch}"
+def measure(bench: Bench, subject: Subject, sizes: Sizes, card: float) -> None:
+    """All rows of one batch size: turns first, then kernels, then parts."""
+    args, batch, what = bench.args, sizes.batch, f"batch {sizes.batch}"
     shapes = [None, *(DraftShape.parse(text) for text in args.shapes)]
     modes = {mode.name: mode for mode in (Mode(shape, how) for how in args.hows for shape in shapes)}
-    set_variant(variant, subject)
     builds: dict[str, Callable[[], Any]] = {}
-    if batch in args.hf_batch and variant == args.variants[0]:
+    if batch in args.hf_batch:
         # Before ours, whose hooks on the target would be compiled with it.
         builds[HuggingFace.name] = partial(HuggingFace, subject, sizes, bench.clock)
     for name, mode in modes.items():
@@ -264,7 +245,7 @@ def measure(bench: Bench, subject: Subject, variant: str, sizes: Sizes, card: fl
                 entrants.pop(name).close()
     for name, entrant in entrants.items():
         row = row_of(subject, entrant, batch, turns[name], turns.get(entrant.over, []), card)
-        row |= {"variant": variant, "first_turn_seconds": first[name], "peak_memory_bytes": bench.peak, "kernels": None}
+        row |= {"first_turn_seconds": first[name], "peak_memory_bytes": bench.peak, "kernels": None}
         row |= {"parts": {}, "parts_by": None, "overhead_of_verify": None}
         if name in modes:
             prompts = subject.group(batch, 0)
@@ -280,7 +261,7 @@ def print_kernels(found: Sequence[Row]) -> None:
     for row in found:
         kernels: Mapping[str, Any] | None = row["kernels"]
         if kernels is not None:
-            print(f"{row['variant']} {row['engine']}, batch {row['batch']}: {kernels['count']:.0f} kernels a round, "
+            print(f"{row['engine']}, batch {row['batch']}: {kernels['count']:.0f} kernels a round, "
                   f"{1e3 * kernels['seconds']:.3f} ms")  # fmt: skip
             for name, one in kernels["by_name"].items():
                 print(f"  {1e6 * one['seconds']:9.1f} us {one['count']:7.1f} x  {name}")
@@ -288,7 +269,6 @@ def print_kernels(found: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = gpu_parser(__doc__, 400, batch=[1], context=512, rounds=24, repeats=5)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["dependent"], help="(default: dependent)")
     parser.add_argument("--hows", nargs="+", choices=HOWS, default=["eager", "graph", "compiled"])
     parser.add_argument("--shapes", nargs="+", default=["3,1,4", "7,8,32"], metavar="S,K,N", help="a chain and a tree")
     parser.add_argument("--force-accept-length", default="2.5", metavar="X", help="as of toolkit bench acceptance")
@@ -300,8 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject.forced.check_shapes([DraftShape.parse(text) for text in args.shapes])
     rates = bandwidth(bench.clock, bench.device, 2**31 if bench.clock.on_device else 2**22)
     for batch in sorted(args.batch):
-        for variant in args.variants:
-            measure(bench, subject, variant, Sizes(batch, args.context, args.rounds), max(rates.values()))
+        measure(bench, subject, Sizes(batch, args.context, args.rounds), max(rates.values()))
     print_kernels(bench.rows)
     title = f"{subject.name}; {HEAD}; forced accept_length {subject.forced.accept_length:.2f}"
     show(bench.rows, COLUMNS, title, bench.left_out)

@@ -235,9 +235,9 @@ def same_try(rows: Sequence[Row], row: Row) -> list[Row]:
 def over_seeds(tests: Sequence[Row], base: Sequence[Row]) -> Row:
     """One row of the tests of all seeds: pooled over verify steps, intervals over prompts and seeds, and the ratio to
     the tests of `base` with the same seeds and prompts."""
-    kept = ("source", "asked_tokens", "variant", "digest", "learning_rate", "warmup_ratio", "optimizer", "split")
-    shape = ("shape", "num_steps", "top_k", "num_draft_tokens", "temperature", "prompts")
-    row = {name: tests[0][name] for name in (*kept, *shape)} | {"seed": None, "seeds": [one["seed"] for one in tests]}
+    kept = ("source", "asked_tokens", "variant", "digest", "learning_rate", "warmup_ratio", "optimizer", "split",
+            "prompts")  # fmt: skip
+    row = {name: tests[0][name] for name in kept} | {"seed": None, "seeds": [one["seed"] for one in tests]}
     row |= {name: statistics.mean(one[name] for one in tests) for name in SUMMED}
     row["accept_length"], row["interval"] = crossed([counted(tests)])
     pairs = [(one, other) for one in tests for other in base if one["seed"] == other["seed"]]

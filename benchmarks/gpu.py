@@ -32,6 +32,7 @@ from toolkit import __version__
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
+from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs import compiled_forward
 from toolkit.infer.graphs.recordings import Capture, Run
@@ -161,6 +162,8 @@ class Subject:
         made = Target(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), name, dtype=dtype)
         fitted = fit_draft(random_head(made, draft_vocabulary), made)
         assert isinstance(fitted, DraftCheckpoint)
+        if device.type == "cuda":
+            pack(made, fitted)  # as users get it: in float8 where the GPU has it
         generator = torch.Generator().manual_seed(1)
         prompts = torch.randint(2, made.vocab_size, (64, context), generator=generator).tolist()
         return cls(name, made, fitted, ForcedAcceptance.parse(accept_length), prompts)

@@ -180,16 +180,16 @@ def plans_for(
     if head is None:
         absent["servers with a head"] = "no --draft was given"
     if args.transformers_python is None:
-        absent["transformers"] = "no --transformers-python was given"
+        absent["transformers-batching"] = "no --transformers-python was given"
     else:
-        plans += _transformers(args, directory)
+        plans.append(_transformers(args, directory))
     if args.vllm_python is None:
         absent["vllm"] = "no --vllm-python was given"
     else:
-        plans += _vllm(args, directory)
+        plans.append(_vllm(args, directory))
         chain = DraftShape.chain(args.chain)
-        draft = exported(head, "vllm", folder / "vllm-head", target, chain, "vllm-eagle3", absent)
-        plans += [] if draft is None else _vllm(args, directory, draft)
+        draft = exported(head, "vllm", folder / "vllm-head", target, chain, "vllm-eagle3-all-cores", absent)
+        plans += [] if draft is None else [_vllm(args, directory, draft)]
     if args.only:
         plans = [plan for plan in plans if plan.name in args.only]
         absent["all others"] = f"--only {' '.join(args.only)}"
@@ -209,34 +209,32 @@ def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, target: Mappin
         yield ServerPlan(name, (*words, *more), "target", ready="/ready", fields=WITH_USAGE, settings=told)
 
 
-def _transformers(args: argparse.Namespace, directory: str) -> list[ServerPlan]:
-    """It answers one request after the other, or with --continuous-batching several together."""
+def _transformers(args: argparse.Namespace, directory: str) -> ServerPlan:
+    """With continuous batching: else it answers one request after the other."""
     words = ("-m", "transformers.cli.transformers", "serve", directory, "--port", "{port}", "--host", "127.0.0.1")
     words += ("--device", "cpu", "--dtype", args.dtype)
     blocks = max(args.clients) * -(-args.context_length // TRANSFORMERS_PAGE)
-    batching = ("--continuous-batching", "--cb-num-blocks", str(blocks))
-    return [
-        ServerPlan(name, (*words, *more), directory, args.transformers_python, settings=" ".join([args.dtype, *more]))
-        for name, more in (("transformers", ()), ("transformers-batching", batching))
-    ]
+    words += ("--continuous-batching", "--cb-num-blocks", str(blocks))
+    told = f"{args.dtype} --continuous-batching --cb-num-blocks {blocks}"
+    return ServerPlan("transformers-batching", words, directory, args.transformers_python, settings=told)
 
 
-def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) -> Iterator[ServerPlan]:
-    """Its threads bound as it does by itself, which leaves its scheduler a core, and bound to as many cores as ours."""
+def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) -> ServerPlan:
+    """Its threads bound to as many cores as ours: by itself it leaves its scheduler a core."""
     words = ("-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "target")
     words += ("--port", "{port}", "--host", "127.0.0.1", "--dtype", args.dtype, "--generation-config", "vllm")
     words += ("--max-model-len", str(args.context_length), "--max-num-seqs", str(max(args.clients)))
-    name, said = "vllm", args.dtype
+    name, said = "vllm-all-cores", args.dtype
     if draft is not None:
         speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": args.chain}
         words += ("--speculative-config", json.dumps(speculative))
-        name, said = "vllm-eagle3", f"{args.dtype}, a chain of {args.chain} by our head"
-    for suffix, bound in (("", "auto"), ("-all-cores", first_cores(args.threads))):
-        own = vllm_environment(args.vllm_python, bound)
-        preloaded = " ".join(os.path.basename(path) for path in own["LD_PRELOAD"].split(":")) or "nothing"
-        told = f"{said}, preloaded: {preloaded}, threads bound to: {bound}"
-        more = {"fields": WITH_USAGE, "settings": told, "environment": own}
-        yield ServerPlan(name + suffix, words, "target", args.vllm_python, **more)
+        name, said = "vllm-eagle3-all-cores", f"{args.dtype}, a chain of {args.chain} by our head"
+    bound = first_cores(args.threads)
+    own = vllm_environment(args.vllm_python, bound)
+    preloaded = " ".join(os.path.basename(path) for path in own["LD_PRELOAD"].split(":")) or "nothing"
+    told = f"{said}, preloaded: {preloaded}, threads bound to: {bound}"
+    more = {"fields": WITH_USAGE, "settings": told, "environment": own}
+    return ServerPlan(name, words, "target", args.vllm_python, **more)
 
 
 class ServerProcess(Program):

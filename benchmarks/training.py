@@ -203,7 +203,6 @@ DEFINITIONS = {
     "accept_length": "by the engine: greedy, a chain of 4, on the prompts of held-out rollouts",
     "interval": "95 %, bootstrap over rollouts or prompts",
     "by_prompt": "tokens committed by the engine's verify steps, and their number, by prompt",
-    "forecast_by_prompt": "the same of the forecast, by rollout",
 }
 
 
@@ -362,12 +361,6 @@ def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) 
         "forecast": forecast.accept_length,
         "forecast_interval": forecast.interval,
         "forecast_verify_steps": forecast.verify_steps,
-        "forecast_by_prompt": [(sum(steps) + len(steps), len(steps)) for steps in replays],
-        "shape": "chain",
-        "num_steps": CHAIN,
-        "top_k": 1,
-        "num_draft_tokens": CHAIN + 1,
-        "temperature": 0.0,
     }
     if not job.prompts or job.split == VALIDATION:
         return row | {"accept_length": None, "interval": None, "prompts": 0}
@@ -408,10 +401,8 @@ STEP_DEFINITIONS = {
     "seconds_per_step": "wall time, the least of the steps",
     "processor_seconds_per_step": "processor time of the process, the least of the steps",
     "tokens_per_s": "tokens of a step (the mean) / seconds_per_step",
-    "peak_memory_bytes": "held while steps run: resident memory of the process on a CPU (pages of stored features "
-    "included), tensors on a GPU",
-    "held_before_bytes": "held before the first step: programs, target and head",
     "repeat": "which of the measurements of this line, each in a process of its own",
+    **{name: DEFINITIONS[name] for name in ("peak_memory_bytes", "held_before_bytes")},
 }
 
 
@@ -483,7 +474,6 @@ def measured_steps(job: StepJob, trainer: Any) -> dict[str, Any]:
         "tokens_per_s": statistics.mean(ids) / min(wall),
         "peak_memory_bytes": peak(device),
         "held_before_bytes": held,
-        "accept_length": None,
         "loss": loss,
     }
 
