@@ -70,6 +70,7 @@ WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
 # llama.cpp ends a draft before a token of a smaller probability; the fastest of 0, 0.3, 0.5, 0.6 with the demo's head.
 SURE = 0.6
+NGRAM = (NgramLookup.min_n, 4)  # tokens of the n-grams of vLLM's lookup: with its defaults, 5 and 5, it finds little
 TYPES = ("BF16", "Q8_0", "Q4_0")
 BOTH_ENDS = ("token_embd.weight", "output.weight")  # of at least 8 bits, as by llama-quantize
 COLUMNS = ("engine", "shape", "batch", "weight_bits", "tokens_per_s", "speedup", "interval", "decode_speedup",
@@ -214,8 +215,7 @@ def _vllm(
     own: dict[str, Any] = {"python": args.vllm_python}
     own["environment"] = vllm_environment(args.vllm_python, first_cores(shared["threads"]))
     yield Plan(names[0], {"engine": "vllm"}, **own)
-    sizes = NgramLookup()  # the lengths of our own lookup: vLLM's defaults are 5 and 5
-    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": [sizes.min_n, sizes.max_n]}
+    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": list(NGRAM)}
     yield Plan(names[1], ngram, DraftShape.chain(args.lookup).as_text(), **own)
     chain = DraftShape.chain(args.chain)
     draft = exported(head, "vllm", folder / "vllm-head", shared, chain, names[2], absent)
@@ -246,7 +246,7 @@ def _llama_cpp(
     for kind, file in gguf_targets(args.gguf, folder).items():
         settings, name = {"engine": "llama.cpp", "binary": args.llama_server, "gguf": str(file)}, f"llama.cpp-{kind}"
         yield Plan(name, settings, equals=None)
-        ngram = {"draft": "ngram", "num_steps": args.lookup, "ngram": NgramLookup().min_n}
+        ngram = {"draft": "ngram", "num_steps": args.lookup, "ngram": NGRAM[0]}
         yield Plan(f"{name}-ngram", {**settings, **ngram}, lookup, None)
         for suffix, least in (("", 0.0), ("-sure", SURE)) if whole is not None else ():
             head_file = whole if kind in ("bf16", "f16", "f32") else packed

@@ -32,6 +32,8 @@ def test_engines_on_a_cpu(script, monkeypatch, draft_directory, tmp_path) -> Non
         __exit__ = lambda self, *_: None  # noqa: E731
 
         def wait_until_loaded(self):
+            if self.asked["engine"] == "vllm":
+                raise cpu.ProgramError("no such module")
             self.engine = worker.ENGINES[self.asked["engine"]](self.asked)
             self.version, self.weight_bits, self.most, self.settings = (
                 getattr(self.engine, name) for name in ("version", "weight_bits", "most", "settings")
@@ -45,12 +47,15 @@ def test_engines_on_a_cpu(script, monkeypatch, draft_directory, tmp_path) -> Non
     monkeypatch.setattr(cpu, "EngineProcess", InProcess)
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)  # torchao, whatever this machine has
     sizes = "--limit 2 --max-tokens 6 --batch 1 --repeats 1 --tree 3,3,8".split()
-    assert cpu.main(["--draft", str(draft_directory), *sizes, "--out", str(out)]) == 0
+    rivals = ["--vllm-python", sys.executable]
+    assert cpu.main(["--draft", str(draft_directory), *sizes, *rivals, "--out", str(out)]) == 0
     record = read_record(out, "engine")
     ours = ["ours-plain", "ours-eagle3-chain", "ours-eagle3-tree", "ours-eagle3-adaptive", "ours-null", "ours-ngram"]
     assert [row["engine"] for row in record["rows"]] == [*ours, "hf-generate", "hf-prompt-lookup"]
     assert all(row["tokens_equal"] and row["tokens"] == 12 for row in record["rows"])
-    assert {"vllm-cpu", "llama.cpp", "hf-generate-torchao-int8"} <= record["left_out"].keys()
+    rivals = ("vllm-cpu", "vllm-cpu-ngram", "vllm-cpu-eagle3")
+    assert all(record["left_out"][name] == "no such module" for name in rivals), "planned, and their heads exported"
+    assert {"llama.cpp", "hf-generate-torchao-int8"} <= record["left_out"].keys()
 
 
 @pytest.mark.slow
