@@ -113,7 +113,7 @@ class Bench:
         """Bytes of the largest allocation of the process so far."""
         return torch.cuda.max_memory_allocated() if self.clock.on_device else None
 
-    def attempt(self, what: str, call: Callable[[], Found], seconds: float = 90) -> Found | None:
+    def attempt(self, what: str, call: Callable[[], Found], seconds: float = 180) -> Found | None:
         """What `call` returns; None, and `left_out` says why, where it fails, lasts longer or there is no time left."""
         left = self.args.budget - (time.perf_counter() - self.started)
         try:
