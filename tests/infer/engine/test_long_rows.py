@@ -90,7 +90,7 @@ def params_of(most: int) -> SamplingParams:
 @pytest.mark.parametrize(("kind", "seed"), [("chain", 2), ("oracle", 4)])
 def test_random_traffic_of_long_rows(long_target, reference, oracle, kind, seed):
     """Arrivals, ends, aborts, preemptions, prefix hits and moves: answers are the target's own, or their beginnings."""
-    chance, prompts = random.Random(seed), prompts_of(16, random.Random(7))
+    chance, prompts = random.Random(seed), prompts_of(24, random.Random(7))
     answers = {tuple(prompt): reference(long_target, prompt, MOST) for prompt in prompts}
     engine = build_engine(long_target, kind)
     sums = PageSums(engine)
