@@ -25,16 +25,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from harness import leave, parser_of, settings_of, show
+from harness import Row, asked_ids, leave, parser_of, questions, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.acceptance import describe_draft, measured_target
-from toolkit.bench.prompts import builtin_prompts
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine, device_of, load_models
-from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
@@ -84,18 +82,17 @@ class Asked:
         return int(max(most + 2 * SLACK, 3 * mean)) // 16 * 16
 
 
-def questions(target: Target, limit: int, max_tokens: int, logprobs: int | None) -> Asked:
+def questions_of(target: Target, limit: int, max_tokens: int, logprobs: int | None) -> Asked:
     """Conversations of one to eight of the built-in prompts; many begin with the same ones."""
-    chance, asked = random.Random(0), [one.turns[0] for one in builtin_prompts()]
-    found, most = Asked([], []), target.max_context - max_tokens - 64
+    chance, asked, texts, params = random.Random(0), questions(40), [], []
     for number in range(limit):
         first = chance.choice((0, 0, 10, chance.randrange(len(asked))))
-        texts = asked[first : first + chance.choice((1, 1, 2, 4, 8))] + [chance.choice(asked)]
-        ids = chat_ids(target.tokenizer, [{"role": "user", "content": "\n".join(texts)}])
-        found.prompts.append(ids[:most])
+        several = asked[first : first + chance.choice((1, 1, 2, 4, 8))] + [chance.choice(asked)]
+        texts.append("\n".join(several))
         settings: dict[str, Any] = {"temperature": 0.8, "seed": number} if number % 2 else {}
-        found.params.append(SamplingParams(max_tokens=chance.randint(8, max_tokens), logprobs=logprobs, **settings))
-    return found
+        params.append(SamplingParams(max_tokens=chance.randint(8, max_tokens), logprobs=logprobs, **settings))
+    most = target.max_context - max_tokens - 64
+    return Asked([ids[:most] for ids in asked_ids(target.tokenizer, texts)], params)
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def bits_of(answers: Sequence[Request]) -> Bits:
 
 def rows_of(
     name: str, sides: dict[bool, Side], asked: Asked, alone: dict[bool, Bits], repeats: int, dtype: str
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """The rows of a schedule: without `deterministic`, and with it."""
     options, drafts = SCHEDULES[name]
     flags: tuple[bool, ...] = (False, True)
@@ -155,64 +152,37 @@ def rows_of(
     return rows
 
 
-class Results:
-    """The rows so far; each new one is printed and written at once."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.rows, self.described = args, list[dict[str, Any]](), dict[str, Any]()
-
-    def add(self, *rows: dict[str, Any]) -> None:
-        self.rows += rows
-        for row in rows:
-            flag = "with" if row["deterministic"] else "without"
-            print(f"{row['dtype']}, {row['schedule']}, {flag}: {row['equal']} equal of {row['requests']}", flush=True)
-        more = {"definitions": DEFINITIONS, **self.described}
-        leave(self.args, "deterministic", "deterministic", settings_of(self.args), self.rows, **more)
-
-
-def measure(variant: str, args: argparse.Namespace, results: Results) -> None:
-    """The rows of one of --variants."""
+def sides_of(variant: str, args: argparse.Namespace) -> dict[bool, Side]:
+    """Without the option, and with it; one of --variants."""
     target = args.target or (None if args.draft else "smollm2-135m")
     dtype, quantization = ("auto", variant) if variant in WEIGHTS else (variant, "none")
-    config = EngineConfig(
-        target=target, draft=args.draft or "none", dtype=dtype, quantization=quantization, verify="target"
-    )
-    sides = {flag: Side.of(config.with_options(deterministic=flag)) for flag in (False, True)}
-    loaded = sides[True].target
-    asked = questions(loaded, args.limit, args.max_tokens, None if args.tokens_only else 2)
-    results.described.setdefault("target", measured_target(loaded))
-    if sides[True].draft is not None:
-        results.described.setdefault("draft", describe_draft(sides[True].draft))
-    dtype = str(loaded.dtype).removeprefix("torch.") + ("" if quantization == "none" else f", {quantization} weights")
-    names = [name for name in args.schedules if SCHEDULES[name][1] != HEAD or sides[True].draft is not None]
-    alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()} if names else {}
-    for name in names:
-        results.add(*rows_of(name, sides, asked, alone, args.repeats, dtype))
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--target", help="(default: the one that --draft names)")
-    parser.add_argument("--draft", help="without: plain decoding and n-gram lookup")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["auto"], metavar="NAME")
-    parser.add_argument("--limit", type=int, default=200, help="requests (default: 200; 24 take some minutes)")
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each schedule (default: 2)")
-    parser.add_argument(
-        "--tokens-only",
-        action="store_true",
-        help="ask for no log-probabilities: `equal` then compares tokens alone, and a GPU runs rounds as CUDA graphs",
-    )
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
-    return parser
+    options = {"target": target, "draft": args.draft or "none", "dtype": dtype, "quantization": quantization}
+    return {flag: Side.of(EngineConfig(**options, verify="target", deterministic=flag)) for flag in (False, True)}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    args = arguments().parse_args(words)
-    results = Results(args)
+    parser = parser_of(__doc__, limit=200, max_tokens=48, repeats=2)
+    parser.add_argument("--target", help="(default: the one that --draft names)")
+    parser.add_argument("--draft", help="without: plain decoding and n-gram lookup")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["auto"], metavar="NAME")
+    tokens_only = "no log-probabilities: `equal` then compares tokens alone, and a GPU runs rounds as CUDA graphs"
+    parser.add_argument("--tokens-only", action="store_true", help=tokens_only)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
+    args = parser.parse_args(words)
+    rows: list[Row] = []
     for variant in args.variants:
-        measure(variant, args, results)
-    show(results.rows, COLUMNS, "answers with the bits of the request alone")
+        sides = sides_of(variant, args)
+        target, draft = sides[True].target, sides[True].draft
+        described = {"target": measured_target(target)} | ({} if draft is None else {"draft": describe_draft(draft)})
+        asked = questions_of(target, args.limit, args.max_tokens, None if args.tokens_only else 2)
+        dtype = str(target.dtype).removeprefix("torch.") + (f", {variant} weights" if variant in WEIGHTS else "")
+        alone = {flag: bits_of(side.run(asked, ALONE, None)[1]) for flag, side in sides.items()}
+        for name in args.schedules:
+            if SCHEDULES[name][1] != HEAD or draft is not None:
+                rows += rows_of(name, sides, asked, alone, args.repeats, dtype)
+                more = {"definitions": DEFINITIONS, **described}
+                leave(args, "deterministic", "deterministic", settings_of(args), rows, **more)
+    show(rows, COLUMNS, "answers with the bits of the request alone")
     return 0
 
 

@@ -22,7 +22,7 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -32,10 +32,14 @@ from typing import Any
 from harness import (
     EngineProcess,
     ProgramError,
+    Row,
+    asked_ids,
     exported,
     first_cores,
     leave,
     parser_of,
+    questions,
+    ratio,
     set_threads,
     settings_of,
     show,
@@ -43,16 +47,15 @@ from harness import (
     vllm_environment,
 )
 
-from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, find_divergence, plain_logits
-from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
+from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.gguf_head import MODEL_FILE
-from toolkit.errors import exit_status, is_for_users, optional_package
+from toolkit.errors import exit_status, optional_package
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
-from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import Progress, get_logger
 from toolkit.targets.cache import fastest_cpu_dtype
@@ -67,19 +70,11 @@ WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
 # llama.cpp ends a draft before a token of a smaller probability; the fastest of 0, 0.3, 0.5, 0.6 with the demo's head.
 SURE = 0.6
-LONGEST_MATCH = 5  # of vLLM's lookup, its default; ours has no limit
+NGRAM = (NgramLookup.min_n, 4)  # tokens of the n-grams of vLLM's lookup: with its defaults, 5 and 5, it finds little
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 BOTH_ENDS = ("token_embd.weight", "output.weight")  # of at least 8 bits, as by llama-quantize
 COLUMNS = ("engine", "shape", "batch", "weight_bits", "tokens_per_s", "speedup", "interval", "decode_speedup",
            "accept_length", "host_share", "identical", "near_ties", "unequal")  # fmt: skip
-# Plain row -> quantisation of its target.
-REFERENCES: dict[str, str | None] = {
-    f"{REFERENCE}{weights}{compiled}": quantization
-    for weights, quantization in (("", None), *((f"-{name}", name) for name in QUANTIZATIONS))
-    for compiled in ("", "-compiled")
-}
-
-
 DEFINITIONS = {
     "settings": "what the engine runs with: threads, dtype, compiled or eager, and what else it was told",
     "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
@@ -95,7 +90,7 @@ DEFINITIONS = {
     "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
     "engines that do not tell prefill apart",
     "decode_speedup_per_accept_length": "the share of what was accepted that became speed",
-    "parts": "draft, verify, commit: the rounds' own; prefill: what steps that read a prompt took beside their round; "
+    "parts": "draft, verify, commit: the rounds' own; prefill: up to the last first token of a group of prompts; "
     "host: the rest of `seconds`",
     "host_share": "(commit + host) / (seconds - prefill); Python work inside draft and verify is not in it",
     "peak_memory_bytes": "largest resident size of the engine's process up to the end of this batch size",
@@ -110,37 +105,21 @@ Judge = Callable[[str, int, Sequence[int], Sequence[int]], Divergence | None]
 class Plan:
     """One engine to start. settings: the worker's, beside those that all share.
 
-    equals: the row of REFERENCES with the same weights, whose tokens it has to write; None: weights of its own. over:
-    our plain row of the same settings. environment: more variables of its process.
+    equals: our plain row with the same weights, whose tokens it has to write; None: weights of its own. environment:
+    more variables of its process.
     """
 
     name: str
     settings: Mapping[str, Any]
     shape: str | None = None
-    python: str | None = None
     equals: str | None = REFERENCE
-    over: str = REFERENCE
+    python: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass
-class _Plans:
-    """Plans so far, and why others are none of them."""
-
-    plans: list[Plan]
-    absent: dict[str, str]
-
-    def add(self, name: str, settings: Mapping[str, Any], **more: Any) -> None:
-        self.plans.append(Plan(name, settings, **more))
-
-    def prepared(self, name: str, prepare: Callable[[], dict[str, Any]], **more: Any) -> None:
-        """With settings that need files written first."""
-        try:
-            self.add(name, prepare(), **more)
-        except Exception as error:
-            if not is_for_users(error):
-                raise
-            self.absent[name] = str(error)
+    @property
+    def over(self) -> str:
+        """Our plain row that its decoding is compared with."""
+        return self.equals or REFERENCE
 
 
 def plans_for(
@@ -150,62 +129,66 @@ def plans_for(
 
     Raises BenchError for a name in --only that is no row of these arguments.
     """
-    found = _Plans([], {})
-    _add_ours(found, args, head)
-    _add_hugging_face(found, args, shared)
-    _add_vllm(found, args, head, shared, folder)
-    _add_llama_cpp(found, args, head, shared, folder)
-    if args.only:
-        found.absent["all others"] = f"--only {' '.join(args.only)}"
-    return _only(found.plans, args.only), found.absent
+    absent: dict[str, str] = {}
+    plans = [*_ours(args, head, absent), *_hugging_face(args, shared, absent)]
+    plans += [*_vllm(args, head, shared, folder, absent), *_llama_cpp(args, head, shared, folder, absent)]
+    if not args.only:
+        return plans, absent
+    absent["all others"] = f"--only {' '.join(args.only)}"
+    unknown = sorted(set(args.only) - {plan.name for plan in plans})
+    if unknown:
+        raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
+    # With the plain rows that they are compared with, and the null control of intervals.
+    needed = {REFERENCE, NULL, *args.only, *(plan.equals for plan in plans if plan.name in args.only)}
+    return [plan for plan in plans if plan.name in needed], absent
 
 
-def _add_ours(found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None) -> None:
-    chain, tree, lookup = DraftShape.chain(args.chain), DraftShape.parse(args.tree), DraftShape.chain(args.lookup)
-    kinds: list[tuple[str, str | None]] = [("chain", chain.as_text()), ("tree", tree.as_text()), ("adaptive", None)]
+def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, absent: dict[str, str]) -> Iterator[Plan]:
+    chain, lookup = DraftShape.chain(args.chain).as_text(), DraftShape.chain(args.lookup).as_text()
+    shapes = {"chain": chain, "tree": DraftShape.parse(args.tree).as_text(), "adaptive": None}
     if head is None:
-        found.absent["ours with a head"] = "no --draft was given"
+        absent["ours with a head"] = "no --draft was given"
     for name in set(QUANTIZATIONS).difference(args.quantization):
-        found.absent[f"{REFERENCE}-{name} and others -{name}"] = f"no --quantization {name} was given"
+        absent[f"{REFERENCE}-{name} and others -{name}"] = f"no --quantization {name} was given"
     for quantization in (None, *args.quantization):
         suffix = "" if quantization is None else f"-{quantization}"
-        settings, over = {"engine": "ours", "quantization": quantization}, REFERENCE + suffix
-        found.add(over, settings, equals=over, over=over)
-        for kind, shape in kinds if head is not None else ():
+        settings, plain = {"engine": "ours", "quantization": quantization}, REFERENCE + suffix
+        yield Plan(plain, settings, equals=plain)
+        for kind, shape in shapes.items() if head is not None else ():
             drafting = {**settings, "draft": str(args.draft), "shape": shape}
-            found.add(f"ours-{head.kind}-{kind}{suffix}", drafting, shape=shape, equals=over, over=over)
+            yield Plan(f"ours-{head.kind}-{kind}{suffix}", drafting, shape, plain)
         if not suffix:
-            null = {"null": True, "draft": "ngram" if head is None else str(args.draft), "shape": chain.as_text()}
-            found.add(NULL, {**settings, **null})
-            drafting = {**settings, "draft": "ngram", "shape": lookup.as_text()}
-            found.add("ours-ngram", drafting, shape=lookup.as_text())
+            unused = {"null": True, "draft": "ngram" if head is None else str(args.draft), "shape": chain}
+            yield Plan(NULL, {**settings, **unused})
+            yield Plan("ours-ngram", {**settings, "draft": "ngram", "shape": lookup}, lookup)
 
 
-def _add_hugging_face(found: _Plans, args: argparse.Namespace, shared: Mapping[str, Any]) -> None:
+def _hugging_face(args: argparse.Namespace, shared: Mapping[str, Any], absent: dict[str, str]) -> Iterator[Plan]:
     """Eager and compiled; in float32 and with torchao's weights, which have tokens of their own, where there are such.
 
     float32 has the same weights: its tokens part from ours at near-ties only.
     """
-    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("", {}, {})]
+    kinds: dict[str, dict[str, Any]] = {"": {}}
     why_not = _why_no_float32(args.dtype, shared)
     faster = {"dtype": "float32"} if why_not is None else {}
     if faster:
-        kinds.append(("-fp32", faster, {}))
+        kinds["-fp32"] = faster
     else:
-        found.absent["hf-generate-fp32"] = why_not
+        absent["hf-generate-fp32"] = why_not
     if find_spec("torchao") is not None:
-        kinds.append(("-torchao-int8", {"torchao": True, **faster}, {"equals": None}))
+        kinds["-torchao-int8"] = {"torchao": True, **faster}
     else:
-        found.absent["hf-generate-torchao-int8"] = "torchao is not installed: pip install torchao"
-    for suffix, settings, more in kinds:
-        for compiled in sorted({False, args.torch_compile}):
-            name = f"hf-generate{suffix}{'-compiled' if compiled else ''}"
-            found.add(name, {"engine": "hugging-face", "torch_compile": compiled, **settings}, **more)
-        if "torchao" not in settings:
-            found.add(f"hf-prompt-lookup{suffix}", {"engine": "hugging-face", "lookup": args.lookup, **settings})
+        absent["hf-generate-torchao-int8"] = "torchao is not installed: pip install torchao"
+    for suffix, more in kinds.items():
+        settings, equals = {"engine": "hugging-face", **more}, None if "torchao" in more else REFERENCE
+        yield Plan(f"hf-generate{suffix}", settings, equals=equals)
+        if args.torch_compile:
+            yield Plan(f"hf-generate{suffix}-compiled", {**settings, "torch_compile": True}, equals=equals)
+        if "torchao" not in more:
+            yield Plan(f"hf-prompt-lookup{suffix}", {**settings, "lookup": args.lookup})
     for name in args.quantization:
-        same = {"equals": f"{REFERENCE}-{name}"}
-        found.add(f"hf-generate-{name}", {"engine": "hugging-face", "quantization": name}, **same)
+        same = f"{REFERENCE}-{name}"
+        yield Plan(f"hf-generate-{name}", {"engine": "hugging-face", "quantization": name}, equals=same)
 
 
 def _why_no_float32(dtype: str, shared: Mapping[str, Any]) -> str | None:
@@ -218,80 +201,57 @@ def _why_no_float32(dtype: str, shared: Mapping[str, Any]) -> str | None:
     return None if fastest_cpu_dtype().itemsize == 4 else "this CPU multiplies bfloat16 at least as fast as float32"
 
 
-def _add_vllm(
-    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
-) -> None:
+def _vllm(
+    args: argparse.Namespace,
+    head: DraftCheckpoint | None,
+    shared: Mapping[str, Any],
+    folder: Path,
+    absent: dict[str, str],
+) -> Iterator[Plan]:
     names = ("vllm-cpu", "vllm-cpu-ngram", "vllm-cpu-eagle3")
-    chain, lookup = DraftShape.chain(args.chain), DraftShape.chain(args.lookup)
     if args.vllm_python is None:
-        found.absent |= dict.fromkeys(names, "no --vllm-python was given")
+        absent |= dict.fromkeys(names, "no --vllm-python was given")
         return
     own: dict[str, Any] = {"python": args.vllm_python}
     own["environment"] = vllm_environment(args.vllm_python, first_cores(shared["threads"]))
-    found.add(names[0], {"engine": "vllm"}, **own)
-    ngram = {
-        "engine": "vllm",
-        "draft": "ngram",
-        "num_steps": args.lookup,
-        "ngram": [NgramLookup().min_n, LONGEST_MATCH],
-    }
-    found.add(names[1], ngram, shape=lookup.as_text(), **own)
-    if head is None or head.kind != "eagle3":
-        found.absent[names[2]] = _no_head(head, "eagle3")
-        return
-
-    def prepare() -> dict[str, Any]:
-        draft = exported(head, "vllm", folder / "vllm-head", shared["target"], shared["revision"], chain)
-        return {"engine": "vllm", "draft": draft, "num_steps": args.chain}
-
-    found.prepared(names[2], prepare, shape=chain.as_text(), **own)
+    yield Plan(names[0], {"engine": "vllm"}, **own)
+    ngram = {"engine": "vllm", "draft": "ngram", "num_steps": args.lookup, "ngram": list(NGRAM)}
+    yield Plan(names[1], ngram, DraftShape.chain(args.lookup).as_text(), **own)
+    chain = DraftShape.chain(args.chain)
+    draft = exported(head, "vllm", folder / "vllm-head", shared, chain, names[2], absent)
+    if draft is not None:
+        yield Plan(names[2], {"engine": "vllm", "draft": draft, "num_steps": args.chain}, chain.as_text(), **own)
 
 
-def _add_llama_cpp(
-    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
-) -> None:
+def _llama_cpp(
+    args: argparse.Namespace,
+    head: DraftCheckpoint | None,
+    shared: Mapping[str, Any],
+    folder: Path,
+    absent: dict[str, str],
+) -> Iterator[Plan]:
     """Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
 
     -ngram  its own lookup, of one length (its default, 12, finds nothing in short texts)
     -sure   drafts end where the head is in doubt
+    The head is as it is beside BF16, else in 8 bits, as beside our quantised targets.
     """
     if args.gguf is None or args.llama_server is None:
-        found.absent["llama.cpp"] = "no --gguf and --llama-server were given"
+        absent["llama.cpp"] = "no --gguf and --llama-server were given"
         return
-    files = gguf_targets(args.gguf, folder)
-    chain, heads = DraftShape.chain(args.chain), {}
-    if head is None or head.kind != "eagle3":
-        found.absent["llama.cpp with a head"] = _no_head(head, "eagle3")
-    else:
-        out = exported(head, "gguf", folder / "llama-head", shared["target"], shared["revision"], chain)
-        heads = gguf_heads(Path(out) / MODEL_FILE, folder, files)
-    for kind, file in files.items():
-        settings = {"engine": "llama.cpp", "binary": args.llama_server, "gguf": str(file)}
-        name = f"llama.cpp-{kind}"
-        found.add(name, settings, equals=None)
-        ngram = {"draft": "ngram", "num_steps": args.lookup, "ngram": NgramLookup().min_n}
-        lookup = DraftShape.chain(args.lookup)
-        found.add(f"{name}-ngram", {**settings, **ngram}, shape=lookup.as_text(), equals=None)
-        for suffix, least in (("", 0.0), ("-sure", SURE)) if kind in heads else ():
-            drafting = {**settings, "draft": str(heads[kind]), "num_steps": args.chain, "least_probability": least}
-            found.add(f"{name}-eagle3{suffix}", drafting, shape=chain.as_text(), equals=None)
-
-
-def _no_head(head: DraftCheckpoint | None, needed: str) -> str:
-    return "no --draft was given" if head is None else f"it takes a head of kind {needed}; --draft has {head.kind}"
-
-
-def _only(plans: list[Plan], names: list[str] | None) -> list[Plan]:
-    """The plans of those names, with the plain rows that they are compared with and the null control of intervals."""
-    if not names:
-        return plans
-    unknown = sorted(set(names) - {plan.name for plan in plans})
-    if unknown:
-        raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
-    wanted = [plan for plan in plans if plan.name in names]
-    needed = {REFERENCE, NULL, *names, *(plan.over for plan in wanted), *(plan.equals for plan in wanted)}
-    needed |= {plan.equals for plan in plans if plan.name in needed}  # of the compiled plain rows
-    return [plan for plan in plans if plan.name in needed]
+    chain, lookup = DraftShape.chain(args.chain), DraftShape.chain(args.lookup).as_text()
+    draft = exported(head, "gguf", folder / "llama-head", shared, chain, "llama.cpp with a head", absent)
+    whole = None if draft is None else Path(draft) / MODEL_FILE
+    packed = None if whole is None else requantised(whole, "Q8_0", folder / "head-Q8_0.gguf")
+    for kind, file in gguf_targets(args.gguf, folder).items():
+        settings, name = {"engine": "llama.cpp", "binary": args.llama_server, "gguf": str(file)}, f"llama.cpp-{kind}"
+        yield Plan(name, settings, equals=None)
+        ngram = {"draft": "ngram", "num_steps": args.lookup, "ngram": NGRAM[0]}
+        yield Plan(f"{name}-ngram", {**settings, **ngram}, lookup, None)
+        for suffix, least in (("", 0.0), ("-sure", SURE)) if whole is not None else ():
+            head_file = whole if kind in ("bf16", "f16", "f32") else packed
+            drafting = {"draft": str(head_file), "num_steps": args.chain, "least_probability": least}
+            yield Plan(f"{name}-eagle3{suffix}", {**settings, **drafting}, chain.as_text(), None)
 
 
 def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
@@ -301,12 +261,6 @@ def gguf_targets(file: Path, out: Path) -> dict[str, Path]:
     own = types["blk.0.ffn_up.weight"].name
     made = {kind: requantised(file, kind, out / f"{file.stem}-{kind}.gguf") for kind in TYPES if kind != own}
     return {kind.lower(): path for kind, path in (made | {own: file.resolve()}).items()}
-
-
-def gguf_heads(file: Path, out: Path, targets: Iterable[str]) -> dict[str, Path]:
-    """Type of a target -> the head beside it: as it is beside BF16, else in 8 bits, as beside our quantised targets."""
-    packed = requantised(file, "Q8_0", out / "head-Q8_0.gguf")
-    return {kind: file if kind in ("bf16", "f16", "f32") else packed for kind in targets}
 
 
 def requantised(file: Path, kind: str, out: Path) -> Path:
@@ -423,14 +377,15 @@ def judge_of(target_settings: Mapping[str, Any], prompts: Sequence[Sequence[int]
     """Compares answers; loads the target, quantised or not, when two of them part for the first time."""
 
     @cache
-    def target(quantization: str | None) -> Target:
+    def target(reference: str) -> Target:
+        quantization = reference.removeprefix(REFERENCE).removeprefix("-") or None
         settings = {**target_settings, "quantization": quantization}
         return load_target(settings.pop("target"), **settings)
 
     def judge(reference: str, place: int, plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
         if list(plain) == list(other):
             return None
-        exact = target(REFERENCES[reference])
+        exact = target(reference)
         return find_divergence(plain, other, lambda ids: plain_logits(exact, [*prompts[place], *ids]), exact.dtype)
 
     return judge
@@ -438,7 +393,7 @@ def judge_of(target_settings: Mapping[str, Any], prompts: Sequence[Sequence[int]
 
 def rows_of(
     rivals: Rivals, runs: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int, judge: Judge
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """One row an engine and batch size, in the order of the plans. Runs of `REFERENCE` must be there."""
     rows = []
     for batch in sorted({run.batch for run in runs}):
@@ -451,22 +406,21 @@ def rows_of(
                 "engine": plan.name, "version": process.version, "settings": process.settings,
                 "weight_bits": process.weight_bits, "shape": plan.shape, "batch": batch,
                 **_work(mine, prompts, max_tokens), **_speed(mine, of[REFERENCE]),
-                **_decoding(mine, of.get(plan.over, []), plan.over), "equals": plan.equals,
+                **_decoding(mine, of.get(plan.over, [])), "over": plan.over, "equals": plan.equals,
                 **_equality(mine, plan.equals, _answers(runs, plan.equals), judge),
             })  # fmt: skip
-    return [row for batch in dict.fromkeys(row["batch"] for row in rows) for row in _widened(rows, batch)]
+        _widen([row for row in rows if row["batch"] == batch])
+    return rows
 
 
-def _widened(rows: Sequence[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    """The rows of a batch size, their intervals as wide as the null control asks."""
-    mine = [row for row in rows if row["batch"] == batch]
+def _widen(mine: Sequence[Row]) -> None:
+    """The rows of a batch size: their intervals become as wide as the null control asks."""
     low, high = next((row["interval"] for row in mine if row["engine"] == NULL), (None, None))
     factor = None if low is None else max(low, 1 / high, 1.0)
     for row in mine:
         row["widened_by"] = factor
         if factor is not None and row["engine"] != REFERENCE and row["interval"][0] is not None:
             row["interval"] = [row["interval"][0] / factor, row["interval"][1] * factor]
-    return mine
 
 
 def _answers(runs: Sequence[Run], engine: str | None) -> dict[int, list[int]]:
@@ -493,28 +447,28 @@ def _work(mine: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int
 
 
 def _speed(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Tokens a second, over plain decoding's, and seconds by part, which sum up to `seconds`; none for an engine that
+    does not tell them."""
     seconds = sum(run.reply["seconds"] for run in mine)
     tokens = sum(len(written) for run in mine for written in run.reply["output_ids"])
-    speedup = sum(run.reply["seconds"] for run in plain) / seconds
-    interval = ratio_interval(_by_group(plain), _by_group(mine), least_units=LEAST_GROUPS)
-    return {
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-        "speedup": speedup,
-        "interval": [None, None] if interval is None else list(interval),
-        **_parts(mine, seconds),
-    }
+    speedup, interval = ratio(_by_group(plain), _by_group(mine))
+    row = {"seconds": seconds, "tokens_per_s": tokens / seconds, "speedup": speedup, "interval": interval}
+    if "parts" not in mine[0].reply:
+        return {**row, "parts": {}, "host_share": None}
+    parts = {name: sum(run.reply["parts"][name] for run in mine) for name in mine[0].reply["parts"]}
+    parts["host"] = seconds - sum(parts.values())
+    return {**row, "parts": parts, "host_share": (parts["commit"] + parts["host"]) / (seconds - parts["prefill"])}
 
 
-def _decoding(mine: Sequence[Run], plain: Sequence[Run], over: str) -> dict[str, Any]:
+def _decoding(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Without prefill, against plain decoding of the same settings."""
-    length, decode = _accept_length(mine), _decode_speedup(mine, plain)
-    return {
-        "accept_length": length,
-        "over": over,
-        "decode_speedup": decode,
-        "decode_speedup_per_accept_length": None if length is None or decode is None else decode / length,
-    }
+    steps, speedup = sum(run.reply.get("verify_steps", 0) for run in mine), None
+    length = 1 + sum(run.reply["accepted"] for run in mine) / steps if steps else None
+    if "parts" in mine[0].reply and plain:
+        ours, theirs = (sum(one.reply["seconds"] - one.reply["parts"]["prefill"] for one in of) for of in (mine, plain))
+        speedup = theirs / ours
+    share = None if length is None or speedup is None else speedup / length
+    return {"accept_length": length, "decode_speedup": speedup, "decode_speedup_per_accept_length": share}
 
 
 def _by_group(runs: Sequence[Run]) -> list[float]:
@@ -523,28 +477,6 @@ def _by_group(runs: Sequence[Run]) -> list[float]:
     for run in runs:
         seconds[run.first] = seconds.get(run.first, 0.0) + run.reply["seconds"]
     return [seconds[first] for first in sorted(seconds)]
-
-
-def _accept_length(mine: Sequence[Run]) -> float | None:
-    steps = sum(run.reply.get("verify_steps", 0) for run in mine)
-    return 1 + sum(run.reply["accepted"] for run in mine) / steps if steps else None
-
-
-def _decode_speedup(mine: Sequence[Run], plain: Sequence[Run]) -> float | None:
-    if "parts" not in mine[0].reply or not plain:
-        return None
-    ours, theirs = (sum(run.reply["seconds"] - run.reply["parts"]["prefill"] for run in runs) for runs in (mine, plain))
-    return theirs / ours
-
-
-def _parts(mine: Sequence[Run], seconds: float) -> dict[str, Any]:
-    """Seconds by part, which sum up to `seconds`; none for an engine that does not tell them."""
-    if "parts" not in mine[0].reply:
-        return {"parts": {}, "host_share": None}
-    parts = {name: sum(run.reply["parts"][name] for run in mine) for name in mine[0].reply["parts"]}
-    parts["host"] = seconds - sum(parts.values())
-    decoding = seconds - parts["prefill"]
-    return {"parts": parts, "host_share": (parts["commit"] + parts["host"]) / decoding}
 
 
 def _equality(
@@ -564,7 +496,7 @@ def _equality(
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, limit=16, max_tokens=64, batch=[1, 16], repeats=2)
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft directory of the head (else none is measured)")
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -574,26 +506,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
     parser.add_argument("--lookup", type=int, default=4, metavar="N", help="drafts of n-gram lookup (default: 4)")
     parser.add_argument("--prompts", metavar="FILE", help="in MT-bench's field style (default: the 40 built-in ones)")
-    parser.add_argument("--limit", type=int, default=16, metavar="N", help="prompts, evenly over tasks (default: 16)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every answer (default: 64)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], metavar="N", help="prompts together (1 16)")
-    parser.add_argument("--repeats", type=int, default=2, help="times that each group is answered (default: 2)")
     parser.add_argument("--only", nargs="+", metavar="ENGINE", help=f"these rows, and {REFERENCE}")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form")
     parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's server, for rows of --gguf's weights")
     return parser
-
-
-def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """First turns, rendered by the chat template, as ids. Raises DataError, ChatPromptError, BenchError."""
-    listed = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
-    chosen = limited(listed, args.limit)
-    if min(args.batch) < 1 or max(args.batch) > len(chosen):
-        raise BenchError(f"--batch {max(args.batch)} needs so many prompts, {len(chosen)} came; raise --limit")
-    if args.max_tokens < 2 or args.repeats < 1:
-        raise BenchError(f"--max-tokens {args.max_tokens} --repeats {args.repeats}: at least 2 and 1 are needed")
-    return [chat_ids(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -602,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = None if args.draft is None else load_draft(args.draft)
     name, revision = target_of(args, head)
     tokenizer = load_tokenizer(name, revision)
-    prompts = prompts_of(args, tokenizer)
+    prompts = asked_ids(tokenizer, questions(args.limit, max(args.batch), args.prompts))
     target = {"target": name, "revision": revision, "dtype": args.dtype}
     longest = max(len(prompt) for prompt in prompts) + args.max_tokens
     shared = {

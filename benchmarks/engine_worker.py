@@ -26,6 +26,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+PARTS = ("draft", "verify", "commit")  # of a round
+
 
 def in_words(settings: dict[str, Any], *more: str | None) -> str:
     """What an engine runs with, for its row: the threads, and what else is named."""
@@ -62,40 +64,19 @@ class Ours:
             "no request drafts" if settings.get("null") else None,
         )
         self._drafts = not settings.get("null")
-        self._parts: dict[str, float] = {}
-        self._step, self._llm.engine.step = self._llm.engine.step, self._timed_step
-
-    def _timed_step(self) -> list[Any]:
-        """A step, its seconds by part: its round's as the engine tells them, and the rest where it read a prompt."""
-        began = time.perf_counter()
-        touched = self._step()
-        rest, round_of = time.perf_counter() - began, None
-        for request in touched:
-            if request.events and request.events[-1] is not self._last.get(request):
-                round_of = self._last[request] = request.events[-1]
-        for part in ("draft", "verify", "commit") if round_of is not None else ():
-            seconds = getattr(round_of, f"{part}_s")
-            self._parts[part] += seconds
-            rest -= seconds
-        started = {request for request in touched if request.output_ids} - self._started
-        self._started |= started
-        if started or any(not request.output_ids for request in touched):
-            self._parts["prefill"] += rest
-        return touched
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         from toolkit import SamplingParams
 
-        self._parts = dict.fromkeys(("prefill", "draft", "verify", "commit"), 0.0)
-        self._last: dict[Any, Any] = {}
-        self._started: set[Any] = set()
         asked = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         done = self._llm.generate(prompts, asked, speculative=self._drafts)
+        events = [event for one in done for event in one.events]
+        parts = {part: sum(getattr(one, f"{part}_s") / one.batch for one in events) for part in PARTS}
         return {
             "output_ids": [one.token_ids for one in done],
             "verify_steps": sum(one.acceptance.verify_steps for one in done),
             "accepted": sum(one.acceptance.accepted for one in done),
-            "parts": self._parts,
+            "parts": {"prefill": max(one.first_token_s for one in done), **parts},
         }
 
 

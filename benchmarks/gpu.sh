@@ -44,6 +44,6 @@ if [ "${1:-}" = demo ]; then
   exit
 fi
 go 150 tests "$PY" -m pytest -p no:cacheprovider -q -n 8 -m gpu tests/infer tests/train
-go 80 rounds "$PY" benchmarks/rounds_gpu.py --variants dependent fp8 apart --hows graph --kernels --budget 60 --out "$OUT/rounds.json"
+go 80 rounds "$PY" benchmarks/engine_gpu.py --hows graph --hf-batch --kernels --budget 60 --out "$OUT/rounds.json"
 go 60 training "$PY" benchmarks/training_gpu.py --budget 45 --out "$OUT/training.json"
-go 140 cliffs "$PY" benchmarks/cliffs_gpu.py --budget 90 30 --out "$OUT/cliffs.json"
+go 140 cliffs "$PY" benchmarks/cliffs_gpu.py --budget 120 --out "$OUT/cliffs.json"

@@ -1,4 +1,4 @@
-"""What all benchmarks share: processes of their own, records, tables.
+"""What all benchmarks share: arguments, processes of their own, statistics, records, tables.
 
     python benchmarks/harness.py runs/smollm2-135m/bench/acceptance.json acceptance-smollm2-135m
 
@@ -27,15 +27,21 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
+from engine_worker import peak_memory_bytes
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
+from toolkit.bench.prompts import builtin_prompts, limited, read_prompts
 from toolkit.bench.records import command_line, machine_name, make_record, read_record, write_record
+from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
+from toolkit.errors import is_for_users
 from toolkit.infer.load.load_draft import stated_target
+from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.facts import target_facts
 from toolkit.targets.gguf_file import DEMO_NAME
@@ -50,13 +56,33 @@ Result = TypeVar("Result")
 
 # -- arguments, records, tables ----------------------------------------------------------------------------------------
 
+SIZES = {
+    "batch": "prompts together",
+    "limit": "prompts",
+    "max_tokens": "tokens of an answer, at most",
+    "repeats": "times that all is measured",
+    "rounds": "rounds of a turn",
+    "context": "tokens of random prompts",
+}
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes."""
+
+def parser_of(text: str | None, **sizes: int | list[int]) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes. sizes: those of SIZES that it has, with their defaults."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in sizes.items():
+        flag, told = f"--{name.replace('_', '-')}", f"{SIZES[name]} (default: %(default)s)"
+        number = "+" if isinstance(default, list) else None
+        parser.add_argument(flag, type=positive, nargs=number, default=default, metavar="N", help=told)
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of the record (default: in benchmarks/results/)")
     return parser
+
+
+def positive(text: str) -> int:
+    """A number of an option."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
+    return int(text)
 
 
 def set_threads(default: int | None = None) -> int:
@@ -71,10 +97,33 @@ def target_of(args: argparse.Namespace, head: DraftCheckpoint | None) -> tuple[s
     return (args.target or DEMO_NAME, None) if args.target or head is None else stated_target(head)
 
 
+def questions(limit: int, most: int = 1, file: str | None = None) -> list[str]:
+    """First turns of a file in MT-bench's field style, or of the built-in prompts, `limit` of them evenly over tasks.
+
+    most: the largest batch. Raises BenchError where they do not fill one, and DataError.
+    """
+    found = limited(builtin_prompts() if file is None else read_prompts(file), limit)
+    if most > len(found):
+        raise BenchError(f"--batch {most} needs so many prompts, {len(found)} came; raise --limit")
+    return [prompt.turns[0] for prompt in found]
+
+
+def asked_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Each text as a conversation, by the chat template. Raises ChatPromptError."""
+    return [chat_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+
+
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """The arguments as a record has them."""
     kept = {key: value for key, value in vars(args).items() if key not in ("out", "note")}
     return {key: str(value) if isinstance(value, Path) else value for key, value in (kept | more).items()}
+
+
+def ratio(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, list[float | None]]:
+    """Sum over sum, and its 95 % bootstrap interval over the pairs; of fewer than LEAST_GROUPS, whose spread says
+    little, two nulls."""
+    interval = ratio_interval(tops, bottoms, least_units=LEAST_GROUPS)
+    return sum(tops) / sum(bottoms), [None, None] if interval is None else list(interval)
 
 
 def leave(
@@ -134,18 +183,7 @@ def restart_peak(device: torch.device) -> int:
 
 def peak(device: torch.device) -> int:
     """Most bytes held since the start or `restart_peak`: on a CPU, the process's resident memory (Linux)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return peak_memory_of("self") or 0
-
-
-def peak_memory_of(process: int | str) -> int | None:
-    """Largest resident size of a process so far; None where /proc does not say."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_memory_bytes() or 0
 
 
 def end_with_parent() -> None:
@@ -160,11 +198,16 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def processes(count: int) -> ProcessPoolExecutor:
+    """So many processes at a time, a new one for each call: its memory ends with it, and its peak is its own."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent, max_tasks_per_child=1)
+
+
 def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Result:
     """What `call` returns, from a process whose memory ends with it."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
-        return process.submit(call, *arguments).result()
+    with processes(1) as one:
+        return one.submit(call, *arguments).result()
 
 
 # -- programs in processes of their own --------------------------------------------------------------------------------
@@ -191,9 +234,24 @@ def first_cores(count: int) -> str:
     return ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:count])
 
 
-def exported(head: DraftCheckpoint, to: str, out: Path, target: str, revision: str | None, shape: DraftShape) -> str:
-    """`toolkit export` of the head into a new folder. Raises what export_head raises."""
-    export_head(head, to, out, target_facts(target, revision), Shape(*map(int, shape.as_text().split(","))))
+def exported(
+    head: DraftCheckpoint | None, to: str, out: Path, target: Mapping[str, Any], chain: DraftShape, row: str,
+    absent: dict[str, str],
+) -> str | None:  # fmt: skip
+    """`toolkit export` of an EAGLE-3 head into a new folder. None where there is none, or it cannot be exported:
+    `absent` then says why it has no `row`. target: its name and revision."""
+    if head is None or head.kind != "eagle3":
+        kind = "no --draft was given" if head is None else f"it takes a head of kind eagle3; --draft has {head.kind}"
+        absent[row] = kind
+        return None
+    facts = target_facts(target["target"], target["revision"])
+    try:
+        export_head(head, to, out, facts, Shape(*map(int, chain.as_text().split(","))))
+    except Exception as error:
+        if not is_for_users(error):
+            raise
+        absent[row] = str(error)
+        return None
     return str(out.resolve())
 
 

@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
-from harness import leave, parser_of, set_threads, settings_of, show
+from harness import asked_ids, leave, parser_of, questions, set_threads, settings_of, show
 from torch import Tensor
 
 from toolkit.bench.acceptance import ONE_BY_ONE
-from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.side_by_side import BenchError, PerfectDrafter, SideBySide, with_context
-from toolkit.data.chat_template import prompt_ids
 from toolkit.errors import exit_status
 from toolkit.infer.cpu.blocked_product import BlockedLinear
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target, pack
@@ -68,12 +66,10 @@ def steps_of(engine: Engine, prompt: Sequence[int], max_tokens: int, rows: int) 
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, limit=8, max_tokens=128)
     parser.add_argument("--target", default=DEMO_NAME)
     parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--rows", type=int, nargs="+", default=[6, 16], help="beside one row (default: 6 16)")
-    parser.add_argument("--limit", type=int, default=8, help="prompts")
-    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16"))
     args = parser.parse_args(argv)
     if min(args.rows) < 2 or args.max_tokens < 6 * max(args.rows):
@@ -83,10 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = set_threads(2)
     target = load_target(args.target, dtype=args.dtype, quantization=args.quantization)
     pack(target)
-    prompts = [
-        tuple(prompt_ids(target.tokenizer, [{"role": "user", "content": one.turns[0]}]))
-        for one in limited(builtin_prompts(), args.limit)
-    ]
+    prompts = [tuple(ids) for ids in asked_ids(target.tokenizer, questions(args.limit))]
     counts = [1, *args.rows]
     products, inputs = products_of(target), {rows: inputs_of(target, rows) for rows in counts}
     alone: dict[int, list[float]] = {rows: [] for rows in counts}

@@ -1,6 +1,6 @@
 """Rollouts as a run makes them beside Hugging Face's `generate`: the same prompts, greedy, on a CPU.
 
-    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32] [--ends stop|length]
+    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32]
 
 ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` (bfloat16 where our own products of it
                are to be had, else the faster of the two), packed weights, a prompt taken in as soon as others'
@@ -8,10 +8,9 @@ ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto`
 hf-generate    `generate` in bfloat16 and float32, in batches of as many prompts in the file's order, padded on the
                left; a batch ends with its longest answer
 
---ends stop: answers end at the target's stop ids, after --max-tokens at most, as rollouts do; --ends length: all have
---max-tokens. The prompts are dealt into queues of two batches or more. Every engine answers each queue in turns, the
-first one rotating, in one process. Nothing is kept from queue to queue: each has an engine of its own, built before the
-clock starts. Writes benchmarks/results/rollouts-<hardware>.json.
+Answers end at the target's stop ids, after --max-tokens at most. The prompts are dealt into queues of two batches or
+more. Every engine answers each queue in turns, the first one rotating, in one process. Nothing is kept from queue to
+queue: each has an engine of its own, built before the clock starts. Writes benchmarks/results/rollouts-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 import transformers
-from harness import Row, leave, parser_of, set_threads, settings_of, show
+from harness import Row, leave, parser_of, ratio, set_threads, settings_of, show
 
 from toolkit import __version__
-from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS
 from toolkit.bench.prompts import BUILTIN, builtin_prompts
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
@@ -52,23 +53,9 @@ DEFINITIONS = {
     "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "
     f"each with all its repeats; null below {LEAST_GROUPS} queues, whose spread says little",
     "equal": "answers with the very tokens of ours (another dtype parts at near-ties, and then writes another text)",
-    "peak_memory_bytes": "null: all engines are in one process",
 }
 
 Ids = list[int]
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """What is asked of every engine. to_stop: answers end at stop ids, else they all have `max_tokens` tokens."""
-
-    max_tokens: int
-    to_stop: bool
-
-    def cut(self, written: Ids, stop_ids: frozenset[int]) -> Ids:
-        """An answer without what a batch wrote behind its end."""
-        ends = (place for place, token in enumerate(written) if self.to_stop and token in stop_ids)
-        return written[: next(ends, len(written)) + 1]
 
 
 @dataclass(frozen=True)
@@ -84,109 +71,70 @@ class Turn:
         return sum(map(len, self.answers))
 
 
-Timed = Callable[[Sequence[Ids], int, Rollouts], tuple[float, list[Ids]]]
-"""(prompts, batch, what is asked) -> seconds, answers."""
-
-
-def by_the_engine(target: Target) -> Timed:
-    """Our engine over a target that is packed."""
-
-    def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
-        engine = Engine(target, max_running_requests=batch)  # a new one: it remembers no prompt
-        try:
-            began = time.perf_counter()
-            done = engine.generate(prompts, SamplingParams(max_tokens=asked.max_tokens, ignore_eos=not asked.to_stop))
-            return time.perf_counter() - began, [list(one.output_ids) for one in done]
-        finally:
-            engine.close()
-
-    return answer
-
-
-def by_generate(target: Target) -> Timed:
-    """Hugging Face's `generate` over a target that is as transformers loads it."""
-
-    def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
-        stop = sorted(target.stop_ids) if asked.to_stop else None
-        # What a call leaves out is taken from here: the target's own settings would bring stop ids and sampling back.
-        target.model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=stop)
-        answers: list[Ids] = []
+def by_the_engine(target: Target, prompts: Sequence[Ids], batch: int, max_tokens: int) -> tuple[float, list[Ids]]:
+    """Seconds and answers of our engine over a target that is packed."""
+    with closing(Engine(target, max_running_requests=batch)) as engine:  # a new one: it remembers no prompt
         began = time.perf_counter()
-        for first in range(0, len(prompts), batch):
-            group = prompts[first : first + batch]
-            longest = max(map(len, group))
-            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in group])
-            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in group])
-            written = target.model.generate(ids, attention_mask=mask, max_new_tokens=asked.max_tokens, do_sample=False)
-            answers += [asked.cut(one, target.stop_ids) for one in written[:, longest:].tolist()]
-        return time.perf_counter() - began, answers
-
-    return answer
+        done = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
+        return time.perf_counter() - began, [list(one.output_ids) for one in done]
 
 
-def queues_of(prompts: Sequence[Ids], batch: int) -> list[list[Ids]]:
-    """The prompts dealt into queues of two batches or more, in their order; one queue where they are fewer."""
-    count = max(1, len(prompts) // (2 * batch))
-    return [list(prompts[first::count]) for first in range(count)]
+def by_generate(target: Target, prompts: Sequence[Ids], batch: int, max_tokens: int) -> tuple[float, list[Ids]]:
+    """The same of Hugging Face's `generate` over a target that is as transformers loads it."""
+    # What a call leaves out is taken from here: the target's own settings would bring sampling back.
+    target.model.generation_config = transformers.GenerationConfig(
+        pad_token_id=0, eos_token_id=sorted(target.stop_ids), max_new_tokens=max_tokens, do_sample=False
+    )
+    answers: list[Ids] = []
+    began = time.perf_counter()
+    for first in range(0, len(prompts), batch):
+        group = prompts[first : first + batch]
+        longest = max(map(len, group))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in group])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in group])
+        for written in target.model.generate(ids, attention_mask=mask)[:, longest:].tolist():
+            own = list(takewhile(lambda token: token not in target.stop_ids, written))
+            answers.append(written[: len(own) + 1])  # without what the batch wrote behind its end
+    return time.perf_counter() - began, answers
 
 
 def race(
-    engines: dict[str, Timed], prompts: Sequence[Ids], batch: int, asked: Rollouts, repeats: int
+    targets: dict[str, Target], prompts: Sequence[Ids], batch: int, max_tokens: int, repeats: int
 ) -> dict[str, list[Turn]]:
     """Every engine answers every queue `repeats` times. By name of the engine, in the same order of queues."""
-    warmup = Rollouts(min(WARMUP_TOKENS, asked.max_tokens), asked.to_stop)
-    for answer in engines.values():
-        answer(prompts[:batch], batch, warmup)
+    engines = {name: by_the_engine if name == OURS else by_generate for name in targets}
+    for name, answer in engines.items():
+        answer(targets[name], prompts[:batch], batch, WARMUP_TOKENS)
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
-    queues = queues_of(prompts, batch)
-    places = [(repeat, queue) for repeat in range(repeats) for queue in range(len(queues))]
+    count = max(1, len(prompts) // (2 * batch))
+    places = [(repeat, queue) for repeat in range(repeats) for queue in range(count)]
     with Progress(len(places) * len(engines), f"batch {batch}", "turn") as progress:
         for repeat, queue in places:
             for name in rotated(list(engines), repeat + queue):
-                turns[name].append(Turn(queue, *engines[name](queues[queue], batch, asked)))
+                took = engines[name](targets[name], prompts[queue::count], batch, max_tokens)
+                turns[name].append(Turn(queue, *took))
                 progress.update()
     return turns
-
-
-def interval_of(seconds: Sequence[float], ours: Sequence[Turn]) -> tuple[float, float] | None:
-    """Of the ratio of all seconds to ours. Queues are drawn, each with all its repeats: those are no new prompts."""
-    queues = sorted({turn.queue for turn in ours})
-    pairs = [(mine, own.seconds, own.queue) for mine, own in zip(seconds, ours, strict=True)]
-    sums = [[sum(pair[side] for pair in pairs if pair[2] == queue) for queue in queues] for side in (0, 1)]
-    return ratio_interval(*sums, least_units=LEAST_GROUPS)
 
 
 def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[Row]:
     """One row an engine. context: tokens of the longest prompt and the longest answer that was allowed."""
     ours, rows = turns[OURS], []
+    queues = sorted({turn.queue for turn in ours})
     for name, mine in turns.items():
         tokens, seconds = sum(turn.tokens for turn in mine), sum(turn.seconds for turn in mine)
-        as_many = [turn.seconds * own.tokens / turn.tokens for own, turn in zip(ours, mine, strict=True)]
-        interval = interval_of(as_many, ours)
-        pairs = [
-            pair for own, turn in zip(ours, mine, strict=True) for pair in zip(own.answers, turn.answers, strict=True)
-        ]
-        rows.append(
-            {
-                "engine": name,
-                "version": __version__ if name == OURS else transformers.__version__,
-                "dtype": str(targets[name].dtype).removeprefix("torch."),
-                "weight_bits": targets[name].weight_bits,
-                "batch": batch,
-                "context": context,
-                "queues": len({turn.queue for turn in mine}),
-                "answers": len(pairs),
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_s": tokens / seconds,
-                "ratio": sum(as_many) / sum(own.seconds for own in ours),
-                "interval": [None, None] if interval is None else list(interval),
-                "equal": sum(own == other for own, other in pairs),
-                "accept_length": None,
-                "peak_memory_bytes": None,
-                "parts": {},
-            }
-        )
+        both = list(zip(ours, mine, strict=True))
+        # By queue, with all its repeats: those are no new prompts.
+        as_many = [sum(one.seconds * own.tokens / one.tokens for own, one in both if one.queue == at) for at in queues]
+        over, interval = ratio(as_many, [sum(own.seconds for own in ours if own.queue == at) for at in queues])
+        pairs = [pair for own, one in both for pair in zip(own.answers, one.answers, strict=True)]
+        rows.append({
+            "engine": name, "version": __version__ if name == OURS else transformers.__version__,
+            "dtype": str(targets[name].dtype).removeprefix("torch."), "weight_bits": targets[name].weight_bits,
+            "batch": batch, "context": context, "queues": len(queues), "answers": len(pairs), "tokens": tokens,
+            "seconds": seconds, "tokens_per_s": tokens / seconds, "ratio": over, "interval": interval,
+            "equal": sum(own == other for own, other in pairs),
+        })  # fmt: skip
     return rows
 
 
@@ -201,48 +149,26 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[Ids]:
             roles = [message["role"] for message in one.messages]
             if "user" in roles:
                 asked.append(list(one.messages[: roles.index("user") + 1]))
-    if args.max_tokens < 2 or args.repeats < 1 or min(args.batch) < 1:
-        raise BenchError(
-            f"--max-tokens {args.max_tokens} --repeats {args.repeats} --batch {min(args.batch)}: at least 2, 1 and 1 "
-            "are needed"
-        )
     if max(args.batch) > min(len(asked), args.limit):
-        raise BenchError(
-            f"--batch {max(args.batch)} needs so many prompts; --limit is {args.limit}, {len(asked)} were found in "
-            f"{args.prompts or 'the built-in ones'}"
-        )
+        raise BenchError(f"--batch {max(args.batch)} needs so many prompts; --limit {args.limit} of {len(asked)} came")
     return [prompt_ids(tokenizer, messages) for messages in asked[: args.limit]]
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--target", default=DEMO_NAME, help=f"default: {DEMO_NAME}")
-    parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
-    parser.add_argument("--limit", type=int, default=64, metavar="N", help="prompts, the file's first (default: 64)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[16, 32], metavar="N", help="answers at a time (default: 16 32)"
-    )
-    parser.add_argument("--ends", choices=("stop", "length"), default="stop", help="what ends answers (default: stop)")
-    parser.add_argument("--max-tokens", type=int, default=160, help="tokens of an answer, at most (default: 160)")
-    parser.add_argument("--repeats", type=int, default=1, help="times that each queue is answered (default: 1)")
-    parser.add_argument(
-        "--hf-dtype", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES), help="of `generate` (default: both)"
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    parser = parser_of(__doc__, limit=64, batch=[16, 32], max_tokens=160, repeats=1)
+    parser.add_argument("--target", default=DEMO_NAME, help="(default: %(default)s)")
+    parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
+    dtypes = sorted(DTYPES)
+    parser.add_argument("--hf-dtype", nargs="+", choices=dtypes, default=dtypes, help="of `generate` (default: both)")
+    args = parser.parse_args(argv)
     threads = set_threads()
     targets = {OURS: load_target(args.target, use="rollouts")}
     prompts = prompts_of(args, targets[OURS].tokenizer)
     targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
     pack(targets[OURS])
-    engines = {name: (by_the_engine if name == OURS else by_generate)(one) for name, one in targets.items()}
-    asked = Rollouts(args.max_tokens, args.ends == "stop")
     lengths, rows = sorted(map(len, prompts)), []
     for batch in sorted(args.batch):
-        turns = race(engines, prompts, batch, asked, args.repeats)
+        turns = race(targets, prompts, batch, args.max_tokens, args.repeats)
         rows += rows_of(turns, batch, targets, lengths[-1] + args.max_tokens)
     lengths = {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]}
     settings = settings_of(

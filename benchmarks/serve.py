@@ -29,7 +29,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from harness import (
     first_cores,
     leave,
     parser_of,
-    peak_memory_of,
+    peak_memory_bytes,
+    positive,
+    questions,
     set_threads,
     settings_of,
     show,
@@ -50,15 +52,14 @@ from harness import (
     vllm_environment,
 )
 
-from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
+from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.errors import exit_status, is_for_users
+from toolkit.errors import exit_status
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.gguf_file import DEMO_NAME
 from toolkit.targets.load import load_tokenizer
-from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
 
@@ -77,7 +78,6 @@ DEFINITIONS = {
     "accept_length": "mean over answers, as the server says it; of vLLM: 1 + accepted tokens / drafts, by its counters",
     "errors": "requests without a complete answer",
     "peak_memory_bytes": "of the process that was started, without those that it starts",
-    "leaked_pages": "pages of the cache that no request and no kept prefix holds at the end; null: not known",
 }
 
 
@@ -103,13 +103,6 @@ class Reply:
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
 
-async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream, up to its end."""
-    async for line in reply.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
-
-
 async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
     """One chat, streamed and greedy."""
     began = time.perf_counter()
@@ -118,7 +111,10 @@ async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
         async with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply:
             if reply.status_code != 200:
                 return Reply(error=f"status {reply.status_code}: {(await reply.aread()).decode()[:200]}")
-            async for event in events(reply):
+            async for line in reply.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     return Reply(error=str(event["error"])[:200])
                 usage = event.get("usage") or usage
@@ -156,16 +152,6 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
-def times(firsts: Sequence[float | None], per_token: Sequence[float | None]) -> dict[str, float | None]:
-    """The columns of times of a row: median and p99 of the time to the first token, median of the time per token."""
-    first = [one for one in firsts if one is not None]
-    return {
-        "ttft_p50": quantile(first, 0.5),
-        "ttft_p99": quantile(first, 0.99),
-        "tpot_p50": quantile([one for one in per_token if one is not None], 0.5),
-    }
-
-
 @dataclass(frozen=True)
 class ServerPlan:
     """One server.
@@ -190,38 +176,27 @@ def plans_for(
 ) -> tuple[list[ServerPlan], dict[str, str]]:
     """The servers of these arguments, and why others have no row. An exported head is written into `folder`."""
     absent: dict[str, str] = {}
-    plans = _ours(args, head, target)
+    plans = list(_ours(args, head, target))
     if head is None:
         absent["servers with a head"] = "no --draft was given"
     if args.transformers_python is None:
-        absent["transformers"] = "no --transformers-python was given"
+        absent["transformers-batching"] = "no --transformers-python was given"
     else:
-        plans += _transformers(args, directory)
+        plans.append(_transformers(args, directory))
     if args.vllm_python is None:
         absent["vllm"] = "no --vllm-python was given"
-        return plans, absent
-    plans += _vllm(args, directory)
-    if head is not None and head.kind != "eagle3":
-        absent["vllm-eagle3"] = f"it takes a head of kind eagle3; --draft has {head.kind}"
-    elif head is not None:
+    else:
+        plans.append(_vllm(args, directory))
         chain = DraftShape.chain(args.chain)
-        try:
-            draft = exported(head, "vllm", folder / "vllm-head", target["target"], target["revision"], chain)
-        except Exception as error:
-            if not is_for_users(error):
-                raise
-            absent["vllm-eagle3"] = str(error)
-        else:
-            plans += _vllm(args, directory, draft)
+        draft = exported(head, "vllm", folder / "vllm-head", target, chain, "vllm-eagle3-all-cores", absent)
+        plans += [] if draft is None else [_vllm(args, directory, draft)]
+    if args.only:
+        plans = [plan for plan in plans if plan.name in args.only]
+        absent["all others"] = f"--only {' '.join(args.only)}"
     return plans, absent
 
 
-def threads_of_all() -> int:
-    """Threads that a server computes with."""
-    return int(users_threads() or physical_cores())
-
-
-def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, target: Mapping[str, Any]) -> list[ServerPlan]:
+def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, target: Mapping[str, Any]) -> Iterator[ServerPlan]:
     words = ["-m", "toolkit", "serve", "--port", "{port}", "--served-model-name", "target", "--device", "cpu"]
     words += ["--target", target["target"], "--dtype", args.dtype]
     words += ["--revision", target["revision"]] if target["revision"] else []
@@ -229,68 +204,48 @@ def _ours(args: argparse.Namespace, head: DraftCheckpoint | None, target: Mappin
     drafts = {PLAIN: ["--draft", "none", *args.flags]}
     if head is not None:
         drafts[f"ours-{head.kind}"] = ["--draft", str(args.draft), *args.flags, *args.head_flags]
-    return [
-        ServerPlan(
-            name,
-            (*words, *more),
-            "target",
-            ready="/ready",
-            fields=WITH_USAGE,
-            settings=" ".join(more[2:]) or "defaults",
-        )
-        for name, more in drafts.items()
-    ]
+    for name, more in drafts.items():
+        told = " ".join(more[2:]) or "defaults"
+        yield ServerPlan(name, (*words, *more), "target", ready="/ready", fields=WITH_USAGE, settings=told)
 
 
-def _transformers(args: argparse.Namespace, directory: str) -> list[ServerPlan]:
-    """It answers one request after the other, or with --continuous-batching several together."""
+def _transformers(args: argparse.Namespace, directory: str) -> ServerPlan:
+    """With continuous batching: else it answers one request after the other."""
     words = ("-m", "transformers.cli.transformers", "serve", directory, "--port", "{port}", "--host", "127.0.0.1")
     words += ("--device", "cpu", "--dtype", args.dtype)
     blocks = max(args.clients) * -(-args.context_length // TRANSFORMERS_PAGE)
-    batching = ("--continuous-batching", "--cb-num-blocks", str(blocks))
-    return [
-        ServerPlan(name, (*words, *more), directory, args.transformers_python, settings=" ".join([args.dtype, *more]))
-        for name, more in (("transformers", ()), ("transformers-batching", batching))
-    ]
+    words += ("--continuous-batching", "--cb-num-blocks", str(blocks))
+    told = f"{args.dtype} --continuous-batching --cb-num-blocks {blocks}"
+    return ServerPlan("transformers-batching", words, directory, args.transformers_python, settings=told)
 
 
-def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) -> list[ServerPlan]:
-    """Its threads bound as it does by itself, which leaves its scheduler a core, and bound to as many cores as ours."""
+def _vllm(args: argparse.Namespace, directory: str, draft: str | None = None) -> ServerPlan:
+    """Its threads bound to as many cores as ours: by itself it leaves its scheduler a core."""
     words = ("-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "target")
     words += ("--port", "{port}", "--host", "127.0.0.1", "--dtype", args.dtype, "--generation-config", "vllm")
     words += ("--max-model-len", str(args.context_length), "--max-num-seqs", str(max(args.clients)))
-    name, said = "vllm", [args.dtype]
+    name, said = "vllm-all-cores", args.dtype
     if draft is not None:
         speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": args.chain}
         words += ("--speculative-config", json.dumps(speculative))
-        name, said = "vllm-eagle3", [args.dtype, f"a chain of {args.chain} by our head"]
-    plans = []
-    for suffix, bound in (("", "auto"), ("-all-cores", first_cores(threads_of_all()))):
-        environment = vllm_environment(args.vllm_python, bound)
-        preloaded = " ".join(os.path.basename(path) for path in environment["LD_PRELOAD"].split(":")) or "nothing"
-        settings = ", ".join([*said, f"preloaded: {preloaded}", f"threads bound to: {bound}"])
-        more = {"fields": WITH_USAGE, "settings": settings, "environment": environment}
-        plans.append(ServerPlan(name + suffix, words, "target", args.vllm_python, **more))
-    return plans
-
-
-def drafts_of(metrics: str) -> tuple[float, float]:
-    """Drafts and their accepted tokens in the text of vLLM's metrics; zeros where they are missing."""
-    pattern = r"^vllm:spec_decode_num_{}_total(?:\{{.*\}})? (\S+)$"
-    found = [re.search(pattern.format(what), metrics, re.MULTILINE) for what in ("drafts", "accepted_tokens")]
-    drafts, accepted = (0.0 if one is None else float(one[1]) for one in found)
-    return drafts, accepted
+        name, said = "vllm-eagle3-all-cores", f"{args.dtype}, a chain of {args.chain} by our head"
+    bound = first_cores(args.threads)
+    own = vllm_environment(args.vllm_python, bound)
+    preloaded = " ".join(os.path.basename(path) for path in own["LD_PRELOAD"].split(":")) or "nothing"
+    told = f"{said}, preloaded: {preloaded}, threads bound to: {bound}"
+    more = {"fields": WITH_USAGE, "settings": told, "environment": own}
+    return ServerPlan(name, words, "target", args.vllm_python, **more)
 
 
 class ServerProcess(Program):
     """A server of a plan on a free port of this machine."""
 
-    def __init__(self, plan: ServerPlan) -> None:
+    def __init__(self, plan: ServerPlan, threads: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.plan, self.url = plan, f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in plan.words]
-        super().__init__(words, threads_of_all(), plan.python, {"TOOLKIT_LOG": "info", **plan.environment})
+        super().__init__(words, threads, plan.python, {"TOOLKIT_LOG": "info", **plan.environment})
 
     def wait_until_ready(self) -> None:
         """Raises BenchError with the server's last words when it ends, or is not ready in time."""
@@ -309,9 +264,13 @@ class ServerProcess(Program):
         if not self.plan.name.startswith("vllm-eagle3"):
             return 0.0, 0.0
         try:
-            return drafts_of(httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text)
+            metrics = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
         except httpx.HTTPError:  # it has ended; its replies tell
             return 0.0, 0.0
+        pattern = r"^vllm:spec_decode_num_{}_total(?:\{{.*\}})? (\S+)$"
+        found = [re.search(pattern.format(what), metrics, re.MULTILINE) for what in ("drafts", "accepted_tokens")]
+        drafts, accepted = (0.0 if one is None else float(one[1]) for one in found)
+        return drafts, accepted
 
 
 @dataclass(frozen=True)
@@ -323,25 +282,22 @@ class Turn:
     accept_length: float | None
 
 
-def turn_of(server: ServerProcess, bodies: Sequence[Mapping[str, Any]], clients: int) -> Turn:
-    """Send the requests by so many clients."""
+def turn_of(server: ServerProcess, prompts: Sequence[str], max_tokens: int, clients: int) -> Turn:
+    """Ask all prompts by so many clients."""
+    common = {"model": server.plan.model, "temperature": 0, "max_tokens": max_tokens, **server.plan.fields}
+    bodies = [{**common, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
     before = server.drafted()
     replies, seconds = asyncio.run(ask_all(server.url, bodies, clients))
     drafts, accepted = (now - then for now, then in zip(server.drafted(), before, strict=True))
     return Turn(replies, seconds, 1 + accepted / drafts if drafts > 0 else None)
 
 
-def bodies_of(plan: ServerPlan, prompts: Sequence[str], max_tokens: int) -> list[dict[str, Any]]:
-    """The requests for a server."""
-    common = {"model": plan.model, "temperature": 0, "max_tokens": max_tokens, **plan.fields}
-    return [{**common, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
-
-
-def row_of(server: ServerProcess, clients: int, turns: Sequence[Turn], plain: Sequence[str] | None) -> dict[str, Any]:
+def row_of(server: ServerProcess, clients: int, turns: Sequence[Turn], plain: Sequence[str] | None) -> Row:
     """One row: a server at a number of clients, over all repeats. plain: the texts of PLAIN, by prompt."""
     replies = [reply for turn in turns for reply in turn.replies]
     whole = [reply for reply in replies if reply.error is None]
     lengths = [one.accept_length for one in (*whole, *turns) if one.accept_length is not None]
+    firsts = [reply.first_s for reply in whole if reply.first_s is not None]
     others = None
     if plain is not None:
         pairs = [pair for turn in turns for pair in zip(turn.replies, plain, strict=True)]
@@ -351,15 +307,16 @@ def row_of(server: ServerProcess, clients: int, turns: Sequence[Turn], plain: Se
         "settings": server.plan.settings,
         "clients": clients,
         "requests": len(replies),
-        **times([reply.first_s for reply in whole], [reply.per_token_s for reply in whole]),
+        "ttft_p50": quantile(firsts, 0.5),
+        "ttft_p99": quantile(firsts, 0.99),
+        "tpot_p50": quantile([one.per_token_s for one in whole if one.per_token_s is not None], 0.5),
         "tokens_per_s": sum(reply.tokens for reply in whole) / sum(turn.seconds for turn in turns),
         "tokens": sum(reply.tokens for reply in whole),
         "errors": len(replies) - len(whole),
         "first_error": next((reply.error for reply in replies if reply.error is not None), None),
         "other_texts": others,
         "accept_length": sum(lengths) / len(lengths) if lengths else None,
-        "peak_memory_bytes": peak_memory_of(server.process.pid),
-        "leaked_pages": None,
+        "peak_memory_bytes": peak_memory_bytes(server.process.pid),
     }
 
 
@@ -370,14 +327,13 @@ def race(
     rows, plain = [], None
     for name, server in servers.items():
         logger.info("warming up %s", name)
-        asyncio.run(ask_all(server.url, bodies_of(server.plan, prompts[:2], WARM_UP_TOKENS), 2))
+        turn_of(server, prompts[:2], WARM_UP_TOKENS, 2)
     for count in sorted(clients):
         turns: dict[str, list[Turn]] = {name: [] for name in servers}
         for repeat in range(repeats):
             for name in rotated(list(servers), repeat):
                 logger.info("%d clients, %s", count, name)
-                server = servers[name]
-                turns[name].append(turn_of(server, bodies_of(server.plan, prompts, max_tokens), count))
+                turns[name].append(turn_of(servers[name], prompts, max_tokens, count))
         if plain is None and PLAIN in servers:
             plain = [reply.text for reply in turns[PLAIN][0].replies]
         rows += [row_of(servers[name], count, answered, plain) for name, answered in turns.items()]
@@ -385,7 +341,7 @@ def race(
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, limit=32, max_tokens=64, repeats=1)
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft directory of the head (else none is served)")
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -394,10 +350,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="vLLM's chain with the head (default: 3)")
     parser.add_argument("--context-length", type=int, default=1024, metavar="N", help="of all servers (default: 1024)")
     parser.add_argument("--prompts", metavar="FILE", help="in MT-bench's field style (default: the 40 built-in ones)")
-    parser.add_argument("--limit", type=int, default=32, metavar="N", help="prompts, evenly over tasks (default: 32)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer at most (default: 64)")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="(default: 1 4 16)")
-    parser.add_argument("--repeats", type=int, default=1, help="times that all prompts are asked (default: 1)")
+    parser.add_argument(
+        "--clients", type=positive, nargs="+", default=[1, 4, 16], metavar="N", help="at a time (1 4 16)"
+    )
     parser.add_argument("--only", nargs="+", metavar="SERVER", help="these servers")
     parser.add_argument("--transformers-python", metavar="PATH", help="interpreter for rows of `transformers serve`")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
@@ -407,25 +362,18 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive this process
-    if min(args.clients) < 1 or args.max_tokens < 2 or args.repeats < 1:
-        raise BenchError("at least 1 client, 2 tokens and 1 repeat are needed (--clients, --max-tokens, --repeats)")
-    threads = set_threads()
+    args.threads = set_threads()
     head = None if args.draft is None else load_draft(args.draft)
     name, revision = target_of(args, head)
     target = {"target": name, "revision": revision}
-    listed = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
-    prompts = [prompt.turns[0] for prompt in limited(listed, args.limit)]
+    prompts = questions(args.limit, file=args.prompts)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-")))
         plans, left_out = plans_for(args, head, target, load_tokenizer(name, revision).name_or_path, folder)
-        if args.only:
-            left_out["all others"] = f"--only {' '.join(args.only)}"
         servers: dict[str, ServerProcess] = {}
         for plan in plans:
-            if args.only and plan.name not in args.only:
-                continue
             logger.info("loading %s", plan.name)
-            server = stack.enter_context(ServerProcess(plan))
+            server = stack.enter_context(ServerProcess(plan, args.threads))
             try:
                 server.wait_until_ready()
             except BenchError as error:
@@ -435,10 +383,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not servers:
             raise BenchError(f"no server started: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
         rows = race(servers, prompts, args.clients, args.max_tokens, args.repeats)
-    title = f"{name}, {len(prompts)} prompts, at most {args.max_tokens} tokens each, greedy, {threads} threads"
+    title = f"{name}, {len(prompts)} prompts, at most {args.max_tokens} tokens each, greedy, {args.threads} threads"
     show(rows, COLUMNS, title, left_out)
-    more = {**target, "prompts": args.prompts or BUILTIN, "threads": threads, "temperature": 0.0}
-    leave(args, "server", "server", settings_of(args, **more), rows, left_out=left_out, definitions=DEFINITIONS)
+    settings = settings_of(args, **target, prompts=args.prompts or BUILTIN, temperature=0.0)
+    leave(args, "server", "server", settings, rows, left_out=left_out, definitions=DEFINITIONS)
     return 0
 
 

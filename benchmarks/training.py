@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import sys
@@ -50,37 +49,22 @@ from toolkit.train.state import Weights, gathered_weights, head_of
 from toolkit.train.step import replayed_steps
 from toolkit.train.target_side import OnlineFeatures
 from toolkit.train.training_data import FORECAST_ROLLOUTS, Data, WholeTexts, read_held_out
-from toolkit.train.warm_start import regression_batches
 from toolkit.train_settings import OnPolicySettings, OptimizerSettings, TrackingSettings, TrainSettings
-from toolkit.weights import atomic_write, load_tensors, save_tensors
+from toolkit.weights import load_tensors, save_tensors
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "head": {
-        "kind": "eagle3",
-        "layers": 1,
-        "init": "random",
-        "start_tokens": None,
-        "lm_head": None,
-        "fc_norm": False,
-        "norm_output": False,
-        "sliding_window": None,
+        "kind": "eagle3", "layers": 1, "init": "random", "start_tokens": None, "lm_head": None, "fc_norm": False,
+        "norm_output": False, "sliding_window": None,
     },
     "unroll": {
-        "loss": "soft_cross_entropy",
-        "step_decay": 0.8,
-        "curriculum": (),
-        "anchors": None,
-        "checkpointing": False,
+        "loss": "soft_cross_entropy", "step_decay": 0.8, "curriculum": (), "anchors": None, "checkpointing": False,
     },
     "optimizer": {
-        "name": "adamw",
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.5,
-        "schedule": "cosine",
+        "name": "adamw", "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.5, "schedule": "cosine",
     },
     "data": {"pack": False, "supervise": "answers"},
-}
+}  # fmt: skip
 
 
 def published_settings(settings: TrainSettings) -> TrainSettings:
@@ -208,8 +192,6 @@ DEFINITIONS = {
     "learning_rate": "the highest, of Muon under train.optimizer.name muon, else of AdamW",
     "seconds_per_step": "wall time, the mean",
     "processor_seconds_per_step": "processor time of the process, the mean",
-    "start_tokens": "tokens that the head's start was fitted on (train.head.init=target): of the first rollouts of the "
-    "training, up to the one that reaches `asked_tokens`; under train.data.supervise=all those of prompts count",
     "start_seconds": "building the head with its start, and its optimizer",
     "seconds": "of the training: all steps and the start. Loading the target and storing features is in no row",
     "tokens_per_s": "tokens / seconds",
@@ -221,62 +203,42 @@ DEFINITIONS = {
     "accept_length": "by the engine: greedy, a chain of 4, on the prompts of held-out rollouts",
     "interval": "95 %, bootstrap over rollouts or prompts",
     "by_prompt": "tokens committed by the engine's verify steps, and their number, by prompt",
-    "forecast_by_prompt": "the same of the forecast, by rollout",
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training, and the judgement of its head. run: a folder with rollouts, token map and features. tokens:
-    supervised, of the training. split: the half of the held-out rollouts that judges the head, run/<split>.jsonl; None:
-    all of them. prompts: at most so many are answered by the engine, none of `validation`. head: the file or folder
-    that keeps the trained weights, beside what their training took: a job that finds both trains nothing."""
+    """One training, and the judgement of its head by a half of the held-out rollouts, run/<split>.jsonl.
+
+    run: a folder with rollouts, token map and features. tokens: supervised, of the training. prompts: at most so many
+    are answered by the engine, none of `validation`. head: the file that keeps the trained weights.
+    """
 
     variant: str
     recipe: Recipe
     run: Path
     tokens: int
-    split: str | None
+    split: str
     prompts: int
     max_tokens: int
     threads: int
-    head: Path | None = None
+    head: Path = Path()
 
 
 def work(job: Job) -> dict[str, Any]:
-    """The row of a job; meant for a process of its own. Of a head that is kept, what its training took is read."""
+    """The row of a job; meant for a process of its own. A test of a head that is kept trains nothing."""
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as name:
-        began = trainer_of(job.variant, job.recipe, benched(job), job.run, Path(name))
-        row = about(job.variant, job.recipe, began)
-        if job.head is not None and (took := what_it_took(job.head)) is not None:
-            row |= took
+        trainer = trainer_of(job.variant, job.recipe, benched(job), job.run, Path(name))
+        row = about(job.variant, job.recipe, trainer)
+        if job.split == TEST and job.head.exists():
             weights: Weights = load_tensors(job.head)
         else:
-            took = trained(job, began)
-            row |= took
-            weights = gathered_weights(began.accelerator, began.model)
-            if job.head is not None:
-                save_tensors(job.head, weights)
-                keep_what_it_took(job.head, took)
-        device, config = began.target.device, began.plan.config
-        return row | judged(job, began, lambda dtype: head_of(weights, config, device, dtype))
-
-
-def what_it_took(head: Path) -> dict[str, Any] | None:
-    """The columns of a kept head's training; None where the head is missing, or was left half written."""
-    file = _took(head)
-    return json.loads(file.read_text(encoding="utf-8")) if head.exists() and file.is_file() else None
-
-
-def keep_what_it_took(head: Path, took: dict[str, Any]) -> None:
-    """The last thing that is written of a training: a head without it was cut off."""
-    with atomic_write(_took(head)) as file:
-        file.write_text(json.dumps(took), encoding="utf-8")
-
-
-def _took(head: Path) -> Path:
-    return head.with_name(f"{head.name}.json")
+            row |= trained(job, trainer)
+            weights = gathered_weights(trainer.accelerator, trainer.model)
+            save_tensors(job.head, weights)
+        device, config = trainer.target.device, trainer.plan.config
+        return row | judged(job, trainer, lambda dtype: head_of(weights, config, device, dtype))
 
 
 def trainer_of(variant: str, recipe: Recipe, train: TrainSettings, run: Path, folder: Path) -> Any:
@@ -347,7 +309,6 @@ def trained(job: Job, trainer: Any) -> dict[str, Any]:
     check_weights(trainer.accelerator, trainer.model, len(batches), trainer.directory)
     seconds = wall + trainer.start_seconds
     return of_data | {
-        "start_tokens": start_tokens(trainer),
         "start_seconds": trainer.start_seconds,
         "start_processor_seconds": trainer.start_processor_seconds,
         "steps": len(batches),
@@ -382,16 +343,6 @@ def supervised(example: Example) -> int:
     return sum(a and b for a, b in zip(example.response, example.response[1:], strict=False))
 
 
-def start_tokens(trainer: Any) -> int:
-    """Supervised tokens that the regression of the head's start read: the first of the training's order."""
-    if trainer.settings.start != "target":
-        return 0
-    batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
-    columns = trainer.model.module.head.warm_start().solved.in_features
-    taken = regression_batches(batches, columns, trainer.settings.head.start_tokens)
-    return sum(int(batch.response.sum()) for batch in taken)
-
-
 def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) -> dict[str, Any]:
     """Forecast and real accept_length of a head, measured alike for all; the real one where the job has prompts.
     head_in: gives the head in a dtype, the training's or the target's."""
@@ -399,7 +350,7 @@ def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) 
     side.features = OnlineFeatures(target, side.capture)  # these texts are not stored
     settings = replace(trainer.settings, unroll=replace(trainer.settings.unroll, ttt_steps=CHAIN))
     module = trained_head(plan, settings, head_in(side.head_dtype), side.teacher)
-    file = job.run / (ROLLOUTS if job.split is None else f"{job.split}.jsonl")
+    file = job.run / f"{job.split}.jsonl"
     examples, _ = load_examples(file, "held_out", min(settings.data.max_length, target.max_context))
     kept = list(islice(examples, FORECAST_ROLLOUTS))
     batches = [collate(kept[at : at + AT_ONCE], trainer.data.pad_id) for at in range(0, len(kept), AT_ONCE)]
@@ -410,12 +361,6 @@ def judged(job: Job, trainer: Any, head_in: Callable[[torch.dtype], DraftHead]) 
         "forecast": forecast.accept_length,
         "forecast_interval": forecast.interval,
         "forecast_verify_steps": forecast.verify_steps,
-        "forecast_by_prompt": [(sum(steps) + len(steps), len(steps)) for steps in replays],
-        "shape": "chain",
-        "num_steps": CHAIN,
-        "top_k": 1,
-        "num_draft_tokens": CHAIN + 1,
-        "temperature": 0.0,
     }
     if not job.prompts or job.split == VALIDATION:
         return row | {"accept_length": None, "interval": None, "prompts": 0}
@@ -456,10 +401,8 @@ STEP_DEFINITIONS = {
     "seconds_per_step": "wall time, the least of the steps",
     "processor_seconds_per_step": "processor time of the process, the least of the steps",
     "tokens_per_s": "tokens of a step (the mean) / seconds_per_step",
-    "peak_memory_bytes": "held while steps run: resident memory of the process on a CPU (pages of stored features "
-    "included), tensors on a GPU",
-    "held_before_bytes": "held before the first step: programs, target and head",
     "repeat": "which of the measurements of this line, each in a process of its own",
+    **{name: DEFINITIONS[name] for name in ("peak_memory_bytes", "held_before_bytes")},
 }
 
 
@@ -531,7 +474,6 @@ def measured_steps(job: StepJob, trainer: Any) -> dict[str, Any]:
         "tokens_per_s": statistics.mean(ids) / min(wall),
         "peak_memory_bytes": peak(device),
         "held_before_bytes": held,
-        "accept_length": None,
         "loss": loss,
     }
 
@@ -566,31 +508,22 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 def planned(args: argparse.Namespace, recipe: Recipe) -> list[StepJob]:
     """All lines of the record, ours right behind the published one, repeat by repeat."""
-    stored = [STORED] if recipe.train.data.features == "offline" and "ours" in args.variants else []
+    stored = [STORED] if recipe.train.data.features == "offline" else []
     return [
         StepJob(variant, recipe, args.run, args.step_tokens, layout, args.steps, args.threads, repeat)
         for repeat in range(args.repeats)
         for layout in LAYOUTS
-        for variant in [*args.variants, *(stored if layout == LAYOUTS[0] else [])]
+        for variant in [*VARIANTS, *(stored if layout == LAYOUTS[0] else [])]
     ]
 
 
-def in_own_process(job: StepJob) -> dict[str, Any]:
-    """A process that has ended gives all its memory back, and its peak is its own."""
-    row = in_process_of_its_own(step_row, job)
-    print(f"{row}", file=sys.stderr, flush=True)
-    return row
-
-
 def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
-    parser.add_argument("--recipe", default=None, help="of the run, and of `ours` (default: the demo recipe)")
+    parser.add_argument("--recipe", default=DEMO_RECIPE, help="of the run, and of `ours` (default: the demo recipe)")
     parser.add_argument("--run", type=Path, help="folder with rollouts/ and token_map/ (default: the recipe's)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--step-tokens", type=int, default=2048, help="ids of a measured step (default: 2048)")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed, behind one that is not")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of every line (default: 3)")
     args = parser.parse_intermixed_args()
     args.threads = set_threads(1)
     return args
@@ -598,11 +531,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    recipe = load_recipe(args.recipe or DEMO_RECIPE, args.overrides)
+    recipe = load_recipe(args.recipe, args.overrides)
     if recipe.train.head.kind != "eagle3":
         raise SystemExit(f"train.head.kind is {recipe.train.head.kind}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)
-    rows = [in_own_process(job) for job in planned(args, recipe)]
+    rows = [in_process_of_its_own(step_row, job) for job in planned(args, recipe)]
     trainings = {"published": result_settings(published_settings(recipe.train)), "ours": result_settings(recipe.train)}
     settings = settings_of(args, recipe=recipe.name, target=recipe.target.model, train=trainings)
     show(medians(rows), COLUMNS, "one training step, one forward: medians")

@@ -1,34 +1,30 @@
 """A training step on a GPU: seconds by part, tokens a second, share of the card's peak, memory.
 
-    python benchmarks/training_gpu.py [--target llama] [--length 2048] [--rows 2] [--steps 7] [--budget 120]
+    python benchmarks/training_gpu.py [--target llama] [--length 2048] [--texts 2] [--steps 7] [--budget 120]
     python benchmarks/training_gpu.py --device cpu --target tiny --length 64       to see that it runs
 
 The target has random weights (gpu.py: `llama` has the shape of Llama-3.1-8B), and so has the head, over
-random texts: seconds and memory are those of a real step, losses mean nothing but that all ways compute the same. No
+random texts: seconds and memory are those of a real step, losses mean nothing but that both rows compute the same. No
 DeepSpeed: forward of the target, K unrolled steps of the head, backward, fused AdamW. `pytest tests/train/test_loop.py`
-runs the trainer itself. What fails or takes too long costs only its own row. Writes the record after each row, as
+runs the trainer itself. What fails or takes too long costs only its own row. Writes
 benchmarks/results/training-gpu-<target>-<hardware>.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
 
 import torch
-from gpu import FORCED, device_of
-from harness import leave, parser_of, settings_of, show
+from gpu import Bench, Subject, gpu_parser
+from harness import Row, show
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.data.batches import Batch, Example, collate
-from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
@@ -56,27 +52,20 @@ DEFINITIONS = {
     "first_loss": "of the first step, from the same weights for all rows; texts of full and of ragged rows differ",
     "peak_memory_bytes": "the most held while a timed step runs",
 }
-
-
-class Row(NamedTuple):
-    name: str
-    texts: str = "full"
-
-
-ROWS = (Row("as is"), Row("packed", "packed"))
+ROWS = {"as is": False, "packed": True}
 # The counter asserts that keys have as many heads as queries.
 UNCOUNTED = [f"_scaled_dot_product_{one}" for one in ("flash_attention", "efficient_attention", "cudnn_attention",
                                                      "flash_attention_for_cpu")]  # fmt: skip
 
 
-def texts(kind: str, target: Target, args: argparse.Namespace) -> Batch:
-    generator, quarter = torch.Generator().manual_seed(2), args.rows * args.length / 4
-    lengths = [args.length] * args.rows if kind == "full" else [max(2, int(share * quarter)) for share in RAGGED]
+def texts(packed: bool, target: Target, args: argparse.Namespace) -> Batch:
+    generator, quarter = torch.Generator().manual_seed(2), args.texts * args.length / 4
+    lengths = [max(2, int(share * quarter)) for share in RAGGED] if packed else [args.length] * args.texts
     examples = []
     for number, length in enumerate(lengths):
         ids, prompt = torch.randint(2, target.vocab_size, (length,), generator=generator), min(PROMPT, length // 4)
         examples.append(Example(str(number), ids.tolist(), [False] * prompt + [True] * (length - prompt)))
-    return collate(examples, pad_id=0, pack=kind == "packed")
+    return collate(examples, pad_id=0, pack=packed)
 
 
 class Training:
@@ -121,24 +110,6 @@ class Training:
         return found.detach()
 
 
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block when its time is over."""
-
-    def over(*_signal: Any) -> None:
-        raise TimeoutError(f"more than {seconds:.0f} s")
-
-    if seconds <= 0:
-        raise TimeoutError("no time was left")
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def operations(training: Training, batch: Batch) -> dict[str, float]:
     """10^12 operations of a step by part."""
     free = {getattr(torch.ops.aten, one): lambda *_given, **_settings: 0 for one in UNCOUNTED}
@@ -150,8 +121,9 @@ def operations(training: Training, batch: Batch) -> dict[str, float]:
     return {name: counted[name] / 1e12 for name in PARTS}
 
 
-def measured(row: Row, training: Training, batch: Batch, args: argparse.Namespace) -> dict[str, Any]:
-    device = training.side.target.device
+def measured(name: str, training: Training, args: argparse.Namespace) -> Row:
+    """The row of a kind of texts."""
+    device, batch = training.side.target.device, texts(ROWS[name], training.side.target, args)
     clock, found, held = StepClock(device), [], []
     training.restart()
     began = time.perf_counter()
@@ -162,76 +134,40 @@ def measured(row: Row, training: Training, batch: Batch, args: argparse.Namespac
         training.step(batch, clock)
         found.append(clock.read())
         held.append(peak_memory_bytes(device))
-    seconds = median(one["step"] for one in found[1:])
-    tokens = int(batch.lengths.sum())
+    seconds, tokens = median(one["step"] for one in found[1:]), int(batch.lengths.sum())
+    done = operations(training, batch)
     return {
-        "row": row.name,
+        "row": name,
         "tokens": tokens,
         "positions": batch.input_ids.numel(),
         "ttt_steps": args.steps,
         "seconds_per_step": seconds,
-        "parts": {name: median(one[name] for one in found[1:]) for name in PARTS},
+        "parts": {part: median(one[part] for one in found[1:]) for part in PARTS},
         "tokens_per_s": tokens / seconds,
         "first_step_seconds": first,
         "first_loss": first_loss,
         "peak_memory_bytes": max(held[1:]),
+        "tflop": done,
+        "share_of_peak": sum(done.values()) * 1e12 / seconds / PEAK if device.type == "cuda" else None,
     }
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--target", choices=tuple(FORCED), default="llama")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: 2048)")
-    parser.add_argument("--rows", type=int, default=2, help="rows of a step (default: 2)")
-    parser.add_argument("--steps", type=int, default=7, help="steps of the unroll (default: 7)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps (default: 5)")
-    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="of the rows")
-    parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="behind imports (default: 120)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    began = time.perf_counter()
-    args = arguments().parse_args(argv)
-    device = device_of(args, "training_gpu.py")
-    if device is None:
-        return 2
-    passed: Callable[[], float] = lambda: time.perf_counter() - began  # noqa: E731
-    subject = FORCED[args.target](device, PROMPT, ForcedAcceptance(()))
+    parser = gpu_parser(__doc__, 120, repeats=5)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: 2048)")
+    parser.add_argument("--texts", type=int, default=2, help="rows of a step (default: 2)")
+    parser.add_argument("--steps", type=int, default=7, help="steps of the unroll (default: 7)")
+    args = parser.parse_args(argv)
+    bench = Bench.of(args)
+    subject = Subject.of(args.target, bench.device, PROMPT)
     training = Training(subject.target, subject.draft.token_map.size, args)
-    print(f"target and head after {passed():.1f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    work: dict[str, dict[str, float]] = {}
-    left_out: dict[str, str] = {}
-    settings = settings_of(args, target=subject.name)
-    for row in ROWS:
-        if args.only and row.name not in args.only:
-            continue
-        found = None
-        try:
-            with at_most(min(ROW_SECONDS, args.budget - passed())):
-                batch = texts(row.texts, subject.target, args)
-                found = measured(row, training, batch, args)
-                if row.texts not in work:
-                    work[row.texts] = operations(training, batch)
-        except Exception as error:
-            left_out[row.name] = f"{type(error).__name__}: {error}"[:500]
-            print(f"{row.name}: {left_out[row.name]}", flush=True)
-        if found is not None:
-            done = work.setdefault(row.texts, dict.fromkeys(PARTS, 0.0))
-            share = sum(done.values()) * 1e12 / found["seconds_per_step"] / PEAK if device.type == "cuda" else None
-            rows.append({**found, "tflop": done, "share_of_peak": share})
-            print(f"{row.name}: {found['seconds_per_step']:.4g} s a step, first loss {found['first_loss']:.6g}, "
-                  f"first step {found['first_step_seconds']:.1f} s, after {passed():.1f} s", flush=True)  # fmt: skip
-        training.optimizer = None  # type: ignore[assignment]
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        more = {"left_out": left_out, "definitions": DEFINITIONS}
-        leave(args, "training", f"training-gpu-{args.target}", settings, rows, **more)
-    show([{**row, **{f"{part}_ms": 1e3 * row["parts"][part] for part in PARTS}} for row in rows], COLUMNS, subject.name)
-    return 0 if rows else 1
+    for name in ROWS:
+        row = bench.attempt(name, partial(measured, name, training, args), ROW_SECONDS)
+        if row is not None:
+            bench.rows.append(row | {f"{part}_ms": 1e3 * row["parts"][part] for part in PARTS})
+            print(f"{name}: {row['seconds_per_step']:.4g} s a step, first loss {row['first_loss']:.6g}", flush=True)
+    show(bench.rows, COLUMNS, subject.name, bench.left_out)
+    return bench.leave("training", f"training-gpu-{args.target}", DEFINITIONS)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from toolkit.bench.records import read_record
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Record = Mapping[str, Any]
-
 HEAD = """# Benchmarks
 
 `python docs/generate` writes this page from the newest record of each question in `benchmarks/results/`. 
@@ -49,7 +48,7 @@ class Section:
     """One question and the records that answer it.
 
     files: a glob in the results, of which `chosen` takes some. command: what writes the record that is still to be
-    measured; a section without it must have a record.
+    measured.
     """
 
     title: str
@@ -112,7 +111,7 @@ SECTIONS = (
         "recorded with compiled layers; `hf-generate-static`: transformers with a static cache, which it compiles. "
         "*Speed*: tokens a second over the plain row of the same kind. *Of the bandwidth*: bytes that a plain step "
         "must read, over its time and the larger rate below.",
-        command="python benchmarks/engine_gpu.py --only llama",
+        command="python benchmarks/engine_gpu.py",
     ),
     Section(
         "Servers under load",
@@ -158,8 +157,7 @@ SECTIONS = (
         "deterministic-*.json",
         tables.deterministic,
         text="*Same bits*: tokens and all log-probabilities are equal; *without* and *with* are `--deterministic` off "
-        "and on. *Cost*: seconds with the option over seconds without. *refused*: the option does not take that "
-        "schedule.",
+        "and on. *Cost*: seconds with the option over seconds without.",
         command="python benchmarks/deterministic.py --draft DIR",
     ),
     Section(
@@ -173,51 +171,40 @@ SECTIONS = (
 )
 
 
-def page(results: Path = RESULTS) -> str:
-    """The page. Raises FileNotFoundError for a section without a record, ValueError for a record without a section."""
-    shown = {path for files in TOLD_ELSEWHERE for path in results.glob(files)}
+def page() -> str:
+    """The page. Raises ValueError for a record without a section."""
+    shown = {path for files in TOLD_ELSEWHERE for path in RESULTS.glob(files)}
     parts, planned = [HEAD.format(least=LEAST_GROUPS)], []
     for section in SECTIONS:
-        found = list(records_of(section, results))
+        found = records_of(section)
         shown |= {path for path, _ in found}
         if found:
             parts.append(_section(section, *found[0]))
-        elif section.command:
-            planned.append(f"- {section.title}: still to be measured, by `{section.command}`.\n")
         else:
-            raise FileNotFoundError(f"{results} has no record {section.files} for the section {section.title!r}")
-    left = sorted(path.name for path in results.glob("*.json") if path not in shown)
+            planned.append(f"- {section.title}: still to be measured, by `{section.command}`.\n")
+    left = sorted(path.name for path in RESULTS.glob("*.json") if path not in shown)
     if left:
         raise ValueError(f"no section shows {', '.join(left)}; add one to docs/generate/measurements.py or delete them")
     return "\n".join(parts) + TAIL + "".join(planned)
 
 
-def records_of(section: Section, results: Path) -> Iterator[tuple[Path, Record]]:
+def records_of(section: Section) -> list[tuple[Path, Record]]:
     """The section's records, the latest first."""
-    found = [(path, read_record(path)) for path in results.glob(section.files)]
+    found = [(path, read_record(path)) for path in RESULTS.glob(section.files)]
     chosen = [(path, record) for path, record in found if section.chosen(record)]
-    yield from sorted(chosen, key=lambda pair: pair[1]["date"], reverse=True)
+    return sorted(chosen, key=lambda pair: pair[1]["date"], reverse=True)
 
 
 def _section(section: Section, path: Path, record: Record) -> str:
     """A question, where its newest record comes from, what the run took, and its table."""
+    machine, (digest, plus, changes) = record["hardware"], record["commit"].partition("+")
+    names = ", ".join([*machine["gpus"], machine["cpu"]])
     facts = [
-        f"- {record['date'][:10]}, {_machine(record['hardware'])}, commit `{_commit(record['commit'])}`",
+        f"- {record['date'][:10]}, {names} (`{' '.join(machine['cpu_flags'])}`), cores: {machine['cores']}, "
+        f"torch threads: {machine['torch_threads']}, commit `{digest[:7]}{plus}{changes}`",
         f"- record `benchmarks/results/{path.name}`",
     ]
     if record.get("stages"):
         facts.append(f"- {tables.cost(record)}")
     intro = " ".join(filter(None, (section.question, section.text)))
     return f"## {section.title}\n\n{intro}\n\n" + "\n".join(facts) + f"\n\n{section.table(record)}"
-
-
-def _machine(hardware: Record) -> str:
-    flags = " ".join(hardware.get("cpu_flags") or ())
-    names = [*hardware["gpus"], hardware["cpu"]]
-    flags = f"`{flags}`" if flags else "flags not recorded"
-    return f"{', '.join(names)} ({flags}), cores: {hardware['cores']}, torch threads: {hardware['torch_threads']}"
-
-
-def _commit(commit: str) -> str:
-    digest, plus, changes = commit.partition("+")
-    return digest[:7] + plus + changes

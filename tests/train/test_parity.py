@@ -32,7 +32,6 @@ KINDS = {
     "mtp": {"kind": "mtp", "sliding_window": 9},
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
     "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
-    "causal": {"kind": "dspark", "layers": 2, "markov_rank": 8, "causal": True},
     "jetspec": {"kind": "dspark", "layers": 2, "markov_rank": 0, "causal": True},
 }
 
@@ -43,7 +42,7 @@ def _prompts(target) -> list[list[int]]:
     return [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-SLOW = ("mtp-two-layers", "causal")  # jetspec is causal too
+SLOW = ("mtp-two-layers",)
 
 
 @pytest.fixture(

@@ -172,9 +172,9 @@ def test_preempted_requests_keep_their_bits():
 
 
 @pytest.mark.soak
-def test_a_minute_of_random_schedules():
+def test_twenty_seconds_of_random_schedules():
     """As above, with new requests in every round, and quantised and float32 targets too."""
-    end, seed = time.monotonic() + 60, 0
+    end, seed = time.monotonic() + 20, 0
     while time.monotonic() < end:
         chance = random.Random(seed)
         name, dtype = chance.choice(list(FAMILIES)), chance.choice((torch.bfloat16, torch.bfloat16, torch.float32))
