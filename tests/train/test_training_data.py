@@ -14,9 +14,9 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureStoreError
+from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
-from toolkit.errors import TargetError
 from toolkit.jsonl import DataError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import training_data as offline

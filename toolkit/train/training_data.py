@@ -99,8 +99,9 @@ def read_step(
 
 
 def with_packing(data: DataSettings, target: Target) -> DataSettings:
-    """The settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart. Raises
-    `TargetError` where packing is asked for and it does not."""
+    """The settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart.
+
+    Raises `TargetError` where packing is asked for and it does not."""
     pack = target.device.type != "cpu" and data.global_batch > 1 if data.pack is None else data.pack
     if pack:
         try:
