@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from tables import table
@@ -15,7 +14,7 @@ from toolkit.train.needed_memory import GB, USABLE, TrainingMemory
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen3-8b.yaml"
 TARGETS, CARDS, CARD = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-32b", "llama-3.3-70b"), (1, 2, 8), 80 * GB
-WORDS = {"target": "sharded", "checkpointing": "checkpointing", "micro_batch": "1 row", "max_length": "half rows"}
+WAYS = {"": [], ", sharded": ["train.target=sharded", "train.evaluation.real_every=null"]}
 
 
 def fits() -> str:
@@ -25,9 +24,9 @@ def fits() -> str:
 
 
 def _cell(memory: TrainingMemory, processes: int) -> str:
-    train, said = load_recipe(RECIPE, ["train.head.aux_layer_ids=null"]).train, []
-    for text, need in memory.ways(replace(train, precision="bf16"), processes):
-        said += [WORDS[text.partition("=")[0].rpartition(".")[2]]] if text else []
-        if need.total <= USABLE * CARD:
-            return ", ".join([f"{need.total / GB:.0f} GB", *said])
-    return f"no: {need.total / GB:.0f} GB"
+    for said, overrides in WAYS.items():
+        train = load_recipe(RECIPE, ["train.head.aux_layer_ids=null", *overrides]).train
+        need = memory.needed(train, processes).total
+        if need <= USABLE * CARD:
+            return f"{need / GB:.0f} GB{said}"
+    return f"no: {need / GB:.0f} GB"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from toolkit.pipeline.run import Run
@@ -17,8 +15,7 @@ from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import facts_of, target_facts
 from toolkit.targets.stand_in import SHAPES
 from toolkit.train import needed_memory
-from toolkit.train.needed_memory import TrainingMemory, kept_by_unroll
-from toolkit.train.ttt import unroll
+from toolkit.train.needed_memory import TrainingMemory
 from toolkit.train_settings import DataSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -51,25 +48,6 @@ def test_what_a_trainer_holds(tiny_run, tmp_path):
     assert memory.needed(recipe.train, 1).always == json.loads(done.stdout.splitlines()[-1])
 
 
-def test_what_autograd_keeps_of_an_unroll(tiny_draft):
-    """Within 15 %: without the masks, and the rotated queries that a CPU copies."""
-    config, kept = tiny_draft.head.config, {}
-    own = {one.untyped_storage()._cdata for one in tiny_draft.head.parameters()}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    features, embeds = torch.randn(2, 64, config.feature_size), torch.randn(2, 64, config.hidden_size)
-    tiny_draft.head.requires_grad_(True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        states = list(unroll(tiny_draft.head, features, embeds, 3))
-    tiny_draft.head.requires_grad_(False)
-    measured = sum(one.nbytes() for at, one in kept.items() if at not in own) - features.nbytes
-    assert len(states) == 3
-    assert kept_by_unroll(config, [128] * 3, 4, checkpointing=False) == pytest.approx(measured, rel=0.15)
-
-
 @pytest.mark.parametrize("name, row", [("before-", "before"), ("", "automatic"), ("", "pieces 2^30")])
 def test_what_an_h100_held(name, row, monkeypatch):
     """The benchmark has no DeepSpeed: its head is there four times in bf16, with AdamW's moments and its first weights,
@@ -89,21 +67,12 @@ def test_what_an_h100_held(name, row, monkeypatch):
     assert held + need.at_once["unroll and loss"] == pytest.approx(measured["peak_memory_bytes"], rel=0.05)
 
 
-def test_sharding_checkpointing_and_shorter_rows_need_less():
-    """In this order, and no setting that is named in a refusal needs more."""
-    facts = facts_of(AutoConfig.for_model(**SHAPES["llama-3.3-70b"]), "llama")
-    memory, train = TrainingMemory(facts, 2, None, 80e9), replace(TrainSettings(), precision="bf16")
-    sizes = [need.total for _, need in memory.ways(train, 8)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[1] > 100e9
-    assert sum(memory.needed(train, 8).always.values()) < sum(memory.needed(train, 1).always.values())
-
-
 def test_refused_before_anything_is_loaded(tiny_run, monkeypatch):
     monkeypatch.setattr(needed_memory, "usable_memory", lambda: 10_000_000)
     path = tiny_run / "recipe.yaml"
     run = Run(load_recipe(path), path, trains=True)
     monkeypatch.setattr(Run, "load_target", lambda *_: pytest.fail("a target was loaded"))
-    with pytest.raises(RecipeError, match=r"needs 0.1 GB in each; 92% of 0.0 GB(.*\n)+ +GB held: target 0.0"):
+    with pytest.raises(RecipeError, match=r"needs 0.1 GB in each, and 92% of 0.0 GB(.*\n)+ +GB held: target 0.0"):
         _ = run.target
 
 

@@ -8,7 +8,6 @@ the parameters that ZeRO-3 gathers are kept while a head is at work, so it saves
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -85,20 +84,17 @@ class TrainingMemory:
         later = rows * min(settings.unroll.anchors or length, length)
         full = 0 if plan.config.drafts_at_once else plan.config.mtp_layers
         positions = [tokens if step < full else later for step in range(settings.unroll.ttt_steps)]
-        kept = tokens * (width * (plan.config.feature_size + h) + self.weight * facts.hidden_size)
+        kept: float = tokens * (width * (plan.config.feature_size + h) + self.weight * facts.hidden_size)
         kept += kept_by_unroll(plan.config, positions, width, checkpointing=settings.unroll.checkpointing)
         kept += width * updated / processes * (share > data.micro_batch)  # gradients of the micro-batches before
         # The states of all steps: as they are cut out, joined, normed, and their gradients.
-        states, matrix = (
-            4 * width * h * sum(positions),
-            trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0,
-        )
+        states = 4 * width * h * sum(positions)
+        matrix = trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0
         chunk = max(logits_at_once(int(self.memory) if self.on_gpu else 0) // drafted, LEAST_CHUNK)
         logits = min(chunk, sum(positions)) * (width * (drafted + h) + MASTER * drafted / len(positions))
         bucket = min(updated, max(BUCKET, *(one.numel() for one in trained.values())))
-        expert, chosen = (
-            getattr(facts.config, name, None) or 0 for name in ("moe_intermediate_size", "num_experts_per_tok")
-        )
+        expert = getattr(facts.config, "moe_intermediate_size", None) or 0
+        chosen = getattr(facts.config, "num_experts_per_tok", None) or 0
         forward = tokens * (3 * max(facts.config.intermediate_size, expert * chosen) + 12 * facts.hidden_size)
         forward += min(tokens, GPU_ROWS) * facts.vocab_size + (GATHERED * layers / facts.n_layers if parts > 1 else 0)
         at_once = {
@@ -109,34 +105,29 @@ class TrainingMemory:
         }
         return Need(always, at_once)
 
-    def ways(self, settings: TrainSettings, processes: int) -> Iterator[tuple[str, Need]]:
-        """The need with these settings (""), then with one change more each; what costs least comes first."""
-        data, length = settings.data, max(3, settings.data.max_length // 2)
-        changes: dict[str, dict[str, Any]] = {"": {}}
-        if processes > 1 and settings.target == "replicated":
-            whole = {"evaluation": replace(settings.evaluation, real_every=None), "on_policy": OnPolicySettings()}
-            changes["train.target=sharded train.evaluation.real_every=null"] = {"target": "sharded", **whole}
-        changes["train.unroll.checkpointing=true"] = {"unroll": replace(settings.unroll, checkpointing=True)}
-        changes["train.data.micro_batch=1"] = {"data": replace(data, micro_batch=1)}
-        changes[f"train.data.max_length={length}"] = {"data": replace(data, micro_batch=1, max_length=length)}
+    def told(self, settings: TrainSettings, processes: int) -> str:
+        """What a process needs, by part, of how much, and what some settings, each with those before it, make of it."""
+        need = self.needed(settings, processes)
+        held, added = (", ".join(f"{name} {size / GB:.1f}" for name, size in one.items()) for one in need)
+        lines = [
+            f"a head for {self.facts.name}, trained by {processes} process(es), needs {need.total / GB:.1f} GB "
+            f"in each, and {USABLE:.0%} of {self.memory / GB:.1f} GB may be used",
+            f"GB held: {held}",
+            f"GB for a time, of which the largest counts: {added}",
+        ]
+        whole = replace(settings.evaluation, real_every=None)
+        shorter = replace(settings.data, micro_batch=1, max_length=max(3, settings.data.max_length // 2))
+        changes: dict[str, dict[str, Any]] = {
+            "train.target=sharded train.evaluation.real_every=null": {
+                "target": "sharded", "evaluation": whole, "on_policy": OnPolicySettings(),
+            },
+            "train.unroll.checkpointing=true": {"unroll": replace(settings.unroll, checkpointing=True)},
+            f"train.data.micro_batch=1 train.data.max_length={shorter.max_length}": {"data": shorter},
+        }  # fmt: skip
         for text, change in changes.items():
             settings = replace(settings, **change)
-            yield text, self.needed(settings, processes)
-
-    def told(self, settings: TrainSettings, processes: int) -> str:
-        """What a process needs, by part, of how much, and what changes of the settings make of it."""
-        ways = dict(self.ways(settings, processes))
-        held, added = (", ".join(f"{name} {size / GB:.1f}" for name, size in one.items()) for one in ways.pop(""))
-        need = self.needed(settings, processes).total
-        may = f"{USABLE:.0%} of {self.memory / GB:.1f} GB are {USABLE * self.memory / GB:.1f} GB"
-        lines = [
-            f"a head for {self.facts.name}, trained by {processes} process(es), needs {need / GB:.1f} GB in each; {may}"
-        ]
-        lines += [f"GB held: {held}", f"GB for a time, of which the largest counts: {added}"]
-        lines += [f"and {text}: {one.total / GB:.1f} GB" for text, one in ways.items()]
-        return "\n  ".join(
-            [*lines, "more processes hold less each of a sharded target, of the optimizer and the fp32 copy"]
-        )
+            lines.append(f"with {text}: {self.needed(settings, processes).total / GB:.1f} GB")
+        return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
 def kept_by_unroll(config: HeadConfig, positions: list[int], width: int, *, checkpointing: bool) -> float:
