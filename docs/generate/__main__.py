@@ -1,5 +1,4 @@
-"""Write what the records in benchmarks/results/ say: docs/benchmarks.md, docs/acceptance.svg, the table in README.md;
-and the table in docs/training.md.
+"""Write what the records in benchmarks/results/ say: docs/benchmarks.md, docs/acceptance.svg, the table in README.md.
 
 What the source says (commands, recipe keys, the Python API, ..) is written when the site is built: site_pages.py.
 """
@@ -10,21 +9,16 @@ import re
 from pathlib import Path
 
 import figure
-import fits
 import measurements
 
 DOCS = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"(<!-- generated: demo -->\n).*?(<!-- end -->)", re.DOTALL)
-FITS = re.compile(r"(<!-- fits -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
     readme = DOCS.parent / "README.md"
     text = TABLE.sub(lambda block: f"{block[1]}\n{figure.demo()}\n{block[2]}", readme.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")
-    page = DOCS / "training.md"
-    text = FITS.sub(lambda block: f"{block[1]}\n{fits.fits()}\n{block[2]}", page.read_text(encoding="utf-8"))
-    page.write_text(text, encoding="utf-8")
     (DOCS / "benchmarks.md").write_text(measurements.page(), encoding="utf-8")
     (DOCS / "acceptance.svg").write_text(figure.svg(), encoding="utf-8")
 

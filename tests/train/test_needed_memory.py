@@ -15,7 +15,7 @@ from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import facts_of, target_facts
 from toolkit.targets.stand_in import SHAPES
 from toolkit.train import needed_memory
-from toolkit.train.needed_memory import TrainingMemory
+from toolkit.train.needed_memory import GB, USABLE, TrainingMemory
 from toolkit.train_settings import DataSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,19 +48,17 @@ def test_what_a_trainer_holds(tiny_run, tmp_path):
     assert memory.needed(recipe.train, 1).always == json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name, row", [("before-", "before"), ("", "automatic"), ("", "pieces 2^30")])
-def test_what_an_h100_held(name, row, monkeypatch):
+@pytest.mark.parametrize("row, pieces", [("before", 2**23), ("automatic", 2**28), ("pieces 2^30", 2**30)])
+def test_what_an_h100_held(row, pieces, monkeypatch):
     """The benchmark has no DeepSpeed: its head is there four times in bf16, with AdamW's moments and its first weights,
     and once more for serving."""
-    path = REPOSITORY / "benchmarks" / "results" / f"training-gpu-llama-{name}nvidia-h100-80gb-hbm3.json"
+    path = REPOSITORY / "benchmarks" / "results" / "training-gpu-llama-before-nvidia-h100-80gb-hbm3.json"
     measured = next(one for one in json.loads(path.read_text())["rows"] if one["row"] == row)
-    pieces = {"before": 2**23, "pieces 2^30": 2**30}.get(row, 2**28)
     monkeypatch.setattr(needed_memory, "logits_at_once", lambda memory: pieces)
     facts = facts_of(AutoConfig.for_model(**SHAPES["llama-3.1-8b"]), "llama")
-    rows = measured["positions"] // 2048
     settings = TrainSettings(
         precision="bf16", unroll=UnrollSettings(ttt_steps=7), optimizer=OptimizerSettings(name="adamw"),
-        data=DataSettings(max_length=2048, global_batch=rows, micro_batch=rows),
+        data=DataSettings(max_length=2048, global_batch=2, micro_batch=2),
     )  # fmt: skip
     need = TrainingMemory(facts, 2, 32000, 80e9).needed(settings, 1)
     held = need.always["target"] + need.always["its draft rows"] + 5 * need.always["head"]
@@ -76,9 +74,17 @@ def test_refused_before_anything_is_loaded(tiny_run, monkeypatch):
         _ = run.target
 
 
-def test_the_table_of_the_docs(monkeypatch):
-    """`python docs/generate` writes it."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "generate"))
-    import fits
-
-    assert fits.fits() in (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+def test_the_table_of_the_docs():
+    """Its rows: the target whole where it fits, else sharded."""
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    path = REPOSITORY / "recipes" / "qwen3-8b.yaml"
+    ways = {"": (), ", sharded": ("train.target=sharded", "train.evaluation.real_every=null")}
+    trains = {said: load_recipe(path, ["train.head.aux_layer_ids=null", *way]).train for said, way in ways.items()}
+    for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-32b", "llama-3.3-70b"):
+        memory, row = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES[name]), name), 2, None, 80e9), f"| {name} |"
+        for processes in (1, 2, 8):
+            sizes = {said: memory.needed(train, processes).total for said, train in trains.items()}
+            fitting = [said for said, size in sizes.items() if size <= USABLE * memory.memory]
+            said = fitting[0] if fitting else ", no"
+            row += f" {sizes.get(said, min(sizes.values())) / GB:.0f} GB{said} |"
+        assert row in page

@@ -78,7 +78,7 @@ def test_a_step_s_batches(tiny_target, tmp_path):
     path = tmp_path / "rollouts.jsonl"
     _write(path, [5] * 9, [6] * 9, [7] * 5)
     data = read_data(SETTINGS, path, tiny_target, seed=0)
-    full, idle = (read_step(data, [[1, 0], []], rank, TokenMap.from_ids([7], 393), 2, size=1) for rank in (0, 1))
+    full, idle = (read_step(data, [[1, 0], []], rank, TokenMap.from_ids([7], 393), 2, 1, None) for rank in (0, 1))
     assert [len(one.micro) for one in (full, idle)] == [2, 2]
     assert full.counts.tolist() == idle.counts.tolist() == [7 + 3, 6 + 2]
     assert full.coverage == idle.coverage == pytest.approx(3 / 10)
@@ -87,16 +87,15 @@ def test_a_step_s_batches(tiny_target, tmp_path):
 
 
 def test_rows_are_packed_by_default_on_a_gpu(tiny_target, monkeypatch):
-    """Only there, and only if the target keeps texts apart; who asks for it is told why not."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(offline, "check_packing", lambda target: None)
-    assert with_packing(DataSettings(), on_gpu).pack and not with_packing(DataSettings(), tiny_target).pack
-    assert not with_packing(DataSettings(pack=False), on_gpu).pack
+    """If the target keeps texts apart; who asks for it where it does not is told."""
 
-    def refused(target):
+    def refuse(target):
         raise TargetError("attend to each other")
 
-    monkeypatch.setattr(offline, "check_packing", refused)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(offline, "check_packing", lambda target: None)
+    assert [with_packing(DataSettings(), one).pack for one in (on_gpu, tiny_target)] == [True, False]
+    monkeypatch.setattr(offline, "check_packing", refuse)
     assert not with_packing(DataSettings(), on_gpu).pack
     with pytest.raises(TargetError, match="each other"):
         with_packing(DataSettings(pack=True), tiny_target)

@@ -1,8 +1,9 @@
 """The memory that each process of a training needs, by part, from the recipe and the target's configuration alone.
 
 Weights and the optimizer's states are counted on models without data. What a step adds follows from the shapes of what
-it keeps; one H100 held as much to 5 % (tests/train/test_needed_memory.py). ZeRO-2 and ZeRO-3 divide the same states;
-the parameters that ZeRO-3 gathers are kept while a head is at work, so it saves none of them at the peak.
+it keeps, and one H100 held as much to 5 % (tests/train/test_needed_memory.py); the forward of the target
+before it takes less. ZeRO-2 and ZeRO-3 divide the same states: the parameters that ZeRO-3 gathers stay while a head is at
+work.
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ from toolkit.recipe import Recipe, RecipeError
 from toolkit.targets.cache import fastest_cpu_dtype
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.accelerator import BUCKET, training_device, training_precision
+from toolkit.train.accelerator import training_device, training_precision
 from toolkit.train.draft_head import plan_head
 from toolkit.train.loss import LEAST_CHUNK, logits_at_once
 from toolkit.train.optimizer import ADAMW_MATRICES
-from toolkit.train.target_side import GPU_ROWS
 from toolkit.train_settings import OnPolicySettings, TrainSettings
 
 GB = 1e9
 USABLE = 0.92  # of the memory: the rest is for CUDA, NCCL and the allocator's gaps
-GATHERED = 3  # full layers of a sharded target at once: one runs, the next one waits, and the buffer that it came by
 MASTER, MOMENTS = 4, 8  # bytes of a weight's fp32 copy, and of AdamW's two moments
 
 
@@ -92,15 +91,9 @@ class TrainingMemory:
         matrix = trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0
         chunk = max(logits_at_once(int(self.memory) if self.on_gpu else 0) // drafted, LEAST_CHUNK)
         logits = min(chunk, sum(positions)) * (width * (drafted + h) + MASTER * drafted / len(positions))
-        bucket = min(updated, max(BUCKET, *(one.numel() for one in trained.values())))
-        expert = getattr(facts.config, "moe_intermediate_size", None) or 0
-        chosen = getattr(facts.config, "num_experts_per_tok", None) or 0
-        forward = tokens * (3 * max(facts.config.intermediate_size, expert * chosen) + 12 * facts.hidden_size)
-        forward += min(tokens, GPU_ROWS) * facts.vocab_size + (GATHERED * layers / facts.n_layers if parts > 1 else 0)
         at_once = {
-            "the target's forward": self.weight * forward,
             "unroll and loss": kept + states + (MASTER + width) * matrix + logits,
-            "backward": kept + states + width * (2 * matrix + updated + bucket),
+            "backward": kept + states + width * (2 * matrix + updated),
             "the optimizer's step": (2 * width + MASTER) * updated / processes,
         }
         return Need(always, at_once)

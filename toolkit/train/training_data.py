@@ -83,7 +83,7 @@ def read_step(
     token_map: TokenMap,
     steps: int,
     size: int,
-    budget: int | None = None,
+    budget: int | None,
 ) -> StepBatches:
     """Read the examples of a global batch from the file, each once, and collate those of process `rank`. shares: the
     indices of each process. size, budget: of `micro_batches`. In place of a micro-batch without rows there is a
