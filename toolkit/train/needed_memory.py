@@ -1,9 +1,8 @@
 """The memory that each process of a training needs, by part, from the recipe and the target's configuration alone.
 
 Weights and the optimizer's states are counted on models without data. What a step adds follows from the shapes of what
-it keeps, and one H100 held as much to 5 % (tests/train/test_needed_memory.py); the forward of the target
-before it takes less. ZeRO-2 and ZeRO-3 divide the same states: the parameters that ZeRO-3 gathers stay while a head is at
-work.
+it keeps, and one H100 held as much to 5 % (tests/train/test_needed_memory.py); the target's forward before it takes
+less. ZeRO-3 counts as ZeRO-2: a head that runs has its parameters whole.
 """
 
 from __future__ import annotations
