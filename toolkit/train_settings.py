@@ -124,8 +124,11 @@ class DataSettings:
     supervise: Literal["answers", "all"] = setting(
         "answers", "tokens that are learned: those of answers, or of prompts too (all)"
     )
-    pack: bool = setting(
-        False, "several short sequences of a micro-batch share a row; none attends to another", not_in_fingerprint=True
+    pack: bool | None = setting(
+        None,
+        "short sequences share rows, and none attends to another; one forward takes as many rows as have micro_batch * "
+        "max_length tokens; null: on a GPU",
+        not_in_fingerprint=True,
     )
     features: Literal["online", "offline"] = setting(
         "online",
@@ -273,8 +276,8 @@ class TrainSettings:
         bounded = optimizer.max_grad_norm is None or optimizer.name == "adamw"
         said = "Muon's updates have a fixed norm; set it to null, or train.optimizer.name=adamw"
         yield "optimizer.max_grad_norm", bounded, said
-        shared = not data.pack or min(data.micro_batch, data.global_batch) > 1
-        said = "one sequence has nothing to share a row; set it to false, or raise micro_batch and global_batch"
+        shared = not data.pack or data.global_batch > 1
+        said = "one sequence has nothing to share a row; set it to false, or raise global_batch"
         yield "data.pack", shared, said
 
     def _engine_rules(self) -> Iterator[Rule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.data.batches import BatchPlan, Example, collate, process_share, supervised_mask
+from toolkit.data.batches import BatchPlan, Example, collate, micro_batches, process_share, supervised_mask
 
 NINE = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)  # p p p A0 A1 A2 E \n p
 
@@ -60,6 +60,17 @@ def test_processes_share_a_batch_without_overlap(processes: int) -> None:
     shares = [process_share(batch, rank, processes) for rank in range(processes)]
     assert sorted(sum(shares, [])) == sorted(batch)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_packed_micro_batches_stay_in_the_budget() -> None:
+    """Rows beyond it would not fit into memory; unlike numbers of micro-batches would leave one process waiting."""
+    lengths = [[40, 25, 12, 10, 9, 4], [33, 30, 29], []]
+    shares = [[Example("", [1] * length, [True] * length) for length in share] for share in lengths]
+    cut = [micro_batches(shares, rank, 1, budget=64) for rank in range(3)]
+    found = [[[len(one.input_ids) for one in row] for rows in own for row in rows] for own in cut]
+    assert found == [[[40], [25, 12], [10, 9, 4]], [[33], [30], [29]], []]
+    assert [[len(rows) for rows in own] for own in cut] == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert [len(rows) for rows in micro_batches(shares, 0, 1, budget=80)] == [2, 1]
 
 
 def test_collate_pads_right_and_never_supervises_padding() -> None:

@@ -155,9 +155,9 @@ def test_a_sharded_target_with_stored_features_gives_the_same_curve(tiny_run, un
 
 
 def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
-    """Two processes that accumulate gradients, against one process with the full batch. Adam and Muon hide a wrong
-    scale of the gradient, but clipping shows it: every norm is over the recipe's clip. A warning says that the clip in
-    the launcher's file is not used."""
+    """Two processes that accumulate gradients, in as many packed micro-batches as their texts take (one or two),
+    against one process with the full batch. Adam and Muon hide a wrong scale of the gradient, but clipping shows it:
+    every norm is over the recipe's clip. A warning says that the clip in the launcher's file is not used."""
     settings = ("train.max_steps=6", "train.evaluation.eval_every=6", "train.optimizer.name=adamw")
     settings += ("train.optimizer.max_grad_norm=0.01",)
     whole = _train(_copy_run(tiny_run, tmp_path / "one"), *settings)
@@ -165,7 +165,8 @@ def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
     shipped = (REPOSITORY / "recipes" / "accelerate" / "zero2.yaml").read_text()
     asked.write_text(shipped.replace("  zero_stage", "  gradient_clipping: 7\n  zero_stage"))
     options = ("--config_file", str(asked), *_processes(2, "zero2")[2:])
-    said = _launch(run, *settings, "train.data.micro_batch=1", options=options)
+    packed = ("train.data.micro_batch=1", "train.data.pack=true", "train.data.max_length=64")
+    said = _launch(run, *settings, *packed, options=options)
     assert said.count("sets gradient_clipping 7.0, but the recipe's value is 0.01") == 1, said
     for ours, theirs in zip(_losses(run), whole, strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) and theirs["grad_norm"] > 0.01

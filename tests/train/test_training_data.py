@@ -14,6 +14,7 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureStoreError
+from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import default_aux_layer_ids
 from toolkit.jsonl import DataError
@@ -21,7 +22,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import training_data as offline
 from toolkit.train.step import TrainedHead, forecast_accept_length, micro_step, supervised_counts
 from toolkit.train.target_side import TargetSide
-from toolkit.train.training_data import Data, read_data, read_step
+from toolkit.train.training_data import Data, read_data, read_step, with_packing
 from toolkit.train.warm_start import initialise_from_target, initialise_random
 from toolkit.train_settings import DataSettings, HeadSettings, TrainSettings
 
@@ -77,11 +78,27 @@ def test_a_step_s_batches(tiny_target, tmp_path):
     path = tmp_path / "rollouts.jsonl"
     _write(path, [5] * 9, [6] * 9, [7] * 5)
     data = read_data(SETTINGS, path, tiny_target, seed=0)
-    full, idle = (read_step(data, [1, 0], shares, TokenMap.from_ids([7], 393), 2, False) for shares in ([[1]], [[]]))
+    full, idle = (read_step(data, [[1, 0], []], rank, TokenMap.from_ids([7], 393), 2, 1, None) for rank in (0, 1))
+    assert [len(one.micro) for one in (full, idle)] == [2, 2]
     assert full.counts.tolist() == idle.counts.tolist() == [7 + 3, 6 + 2]
     assert full.coverage == idle.coverage == pytest.approx(3 / 10)
     assert full.micro[0].input_ids.tolist() == idle.micro[0].input_ids.tolist() == [[7] * 5]
     assert full.micro[0].response.any() and not idle.micro[0].response.any()
+
+
+def test_rows_are_packed_by_default_on_a_gpu(tiny_target, monkeypatch):
+    """If the target keeps texts apart; who asks for it where it does not is told."""
+
+    def refuse(target):
+        raise TargetError("attend to each other")
+
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(offline, "check_packing", lambda target: None)
+    assert [with_packing(DataSettings(), one).pack for one in (on_gpu, tiny_target)] == [True, False]
+    monkeypatch.setattr(offline, "check_packing", refuse)
+    assert not with_packing(DataSettings(), on_gpu).pack
+    with pytest.raises(TargetError, match="each other"):
+        with_packing(DataSettings(pack=True), tiny_target)
 
 
 K = 4

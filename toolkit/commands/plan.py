@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError, numbers_by_count
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--published", action="store_true", help="list the published figures that the model is compared with"
+    )
+    parser.add_argument(
+        "--train",
+        metavar="RECIPE",
+        help="instead: the memory that the training of this recipe needs on --gpus, for TARGET (default: the recipe's)",
     )
     work = parser.add_argument_group("requests")
     work.add_argument("--input", type=int, metavar="TOKENS", help="tokens of a prompt")
@@ -91,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
 
         print(published_text())
         return 0
+    if args.train is not None:
+        print(_training(args))
+        return 0
     if args.target is None or args.input is None or args.output is None:
         raise ArgumentsError("a TARGET, --input and --output are needed (and --concurrency or --rate)")
     if args.gpus < 1:
@@ -122,6 +131,18 @@ def run(args: argparse.Namespace) -> int:
     model = [source, *([] if revision is None else ["--revision", revision])]
     print("\n\n".join([*parts, "\n".join(launch_lines(args.engine, model, best, draft, table))]))
     return 0
+
+
+def _training(args: argparse.Namespace) -> str:
+    """The memory of a training in bfloat16, by part. Raises `RecipeError`, `TargetError`."""
+    from toolkit.recipe import load_recipe
+    from toolkit.targets.facts import target_facts
+    from toolkit.train.needed_memory import TrainingMemory
+
+    recipe = load_recipe(args.train)
+    gpu = gpu_named(args.gpu, {name: getattr(args, f"gpu_{name}") for name in FIGURES})
+    found = TrainingMemory(target_facts(args.target or recipe.target.model), 2, recipe.token_map.size, gpu.memory)
+    return found.told(replace(recipe.train, precision="bf16"), args.gpus)
 
 
 def _draft(

@@ -110,13 +110,35 @@ def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
     return list(batch[rank::processes])
 
 
-def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
-    """Build a batch right-padded with `pad_id` to the longest example.
+def micro_batches(
+    shares: Sequence[Sequence[Example]], rank: int, size: int, budget: int | None = None
+) -> list[list[list[Example]]]:
+    """Return the rows of each micro-batch of process `rank`, of which all processes have equally many: the last ones
+    may have no rows. shares: the examples of each process.
 
-    Each row holds one example or, with `pack`, as many examples as fit.
+    A micro-batch has `size` rows of one example; with a budget as many rows as have so many positions, at least one.
+    Its rows are as long as the longest example of the share, and hold as many examples as fit.
     """
+    cut = []
+    for share in shares:
+        rows, each = [[example] for example in share], size
+        if budget is not None and share:
+            longest = max(len(example.input_ids) for example in share)
+            rows, each = _packed(share, longest), max(1, budget // longest)
+        cut.append([rows[start : start + each] for start in range(0, len(rows), each)])
+    most = max(len(one) for one in cut)
+    return cut[rank] + [[] for _ in range(most - len(cut[rank]))]
+
+
+def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
+    """`collate_rows` of one example a row or, with `pack`, of as many as fit beside the longest one."""
     longest = max(len(example.input_ids) for example in examples)
-    rows = _packed(examples, longest) if pack else [[example] for example in examples]
+    return collate_rows(_packed(examples, longest) if pack else [[example] for example in examples], pad_id)
+
+
+def collate_rows(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
+    """Build a batch of rows of examples, right-padded with `pad_id` to the longest row."""
+    longest = max(sum(len(example.input_ids) for example in row) for row in rows)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     response = torch.zeros((len(rows), longest), dtype=torch.bool)
     greedy = torch.zeros_like(response)
@@ -132,7 +154,7 @@ def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> 
             starts[row, begin:end] = begin
             begin = end
         lengths.append(begin)
-    packed = len(rows) < len(examples)
+    packed = any(len(row) > 1 for row in rows)
     return Batch(input_ids, response, torch.tensor(lengths), starts if packed else None, greedy)
 
 

@@ -65,6 +65,10 @@ class Run:
 
         self.check_bench()
         self.check_processes()
+        if self.trains:
+            from toolkit.train.needed_memory import check_memory
+
+            check_memory(self.recipe, training_processes(self.processes, self.recipe.train))
         chosen, rollouts, template = self.recipe.target, self.recipe.rollouts, self.recipe.target.chat_template
         if rollouts.server:
             served = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model, template)

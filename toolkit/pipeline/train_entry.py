@@ -103,7 +103,11 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     if asked != head:
         raise RecipeError(f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py")
     check_packages(recipe.train)
-    recipe.train.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    recipe.train.check_processes(processes)
+    from toolkit.train.needed_memory import check_memory
+
+    check_memory(recipe, processes)
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
     # The trainer's imports take seconds: a mistake in the recipe is reported before them.

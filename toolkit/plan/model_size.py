@@ -144,7 +144,7 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
 
 def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float | None = None) -> ModelSize:
     """Return the size of a text configuration whose layers' weights have `bits`. Raises `PlanError`."""
-    counts = _count(config)
+    counts = count_parameters(config)
     stated = {key: next((n for one in names if (n := getattr(config, one, None))), 0) for key, names in MOE.items()}
     if counts["experts"] and not all(stated.values()):
         raise PlanError(f"{name} has experts, but its configuration lacks their number or the number per token")
@@ -162,7 +162,7 @@ def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float
     )
 
 
-def _count(config: Any) -> dict[str, int]:
+def count_parameters(config: Any) -> dict[str, int]:
     """Count parameters by part, on the model that transformers builds for this configuration on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -48,14 +48,19 @@ class TargetFacts:
 def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
     """Facts of a target; takes the same names as `read_target`. Raises `TargetError`."""
     full, source, resolved = load_config(name, revision)
-    config: Any = full.get_text_config(decoder=True)
-    dtype = getattr(full, "dtype", None) or getattr(config, "dtype", None)
     if Path(source).is_dir():
         source = str(Path(source).resolve())
+    return facts_of(full, full_name(str(name)), source, resolved)
+
+
+def facts_of(full: Any, name: str, source: str = "", revision: str | None = None) -> TargetFacts:
+    """Facts of a target of this configuration. source, revision: where its files are."""
+    config = full.get_text_config(decoder=True)
+    dtype = getattr(full, "dtype", None) or getattr(config, "dtype", None)
     return TargetFacts(
-        name=full_name(str(name)),
+        name=name,
         source=source,
-        revision=resolved,
+        revision=revision,
         architecture=(full.architectures or ["unnamed"])[0],
         model_type=full.model_type,
         n_layers=config.num_hidden_layers,

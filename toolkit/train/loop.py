@@ -17,7 +17,6 @@ from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
 from toolkit.recipe import Recipe, result_settings
-from toolkit.targets.features import check_packing
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import (
@@ -63,6 +62,7 @@ from toolkit.train.training_data import (
     read_held_out,
     read_step,
     with_fresh,
+    with_packing,
 )
 from toolkit.train.warm_start import continued_head, with_head_settings
 from toolkit.train_settings import TrainSettings
@@ -97,9 +97,9 @@ class Trainer:
         same_bits = recipe.rollouts.deterministic
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, real_shapes(self.settings), same_bits)
+        # The fingerprint of draws is that of the batches, so the default comes first.
+        self.settings = replace(self.settings, data=with_packing(self.settings.data, self.target))
         self.fingerprint = self._fingerprint(rollouts, world)
-        if self.settings.data.pack:
-            check_packing(self.target)
         ids, self.stored = self.plan.aux_layer_ids, None
         if self.settings.data.features == "offline":
             folder = directory.parent / "features"
@@ -251,11 +251,11 @@ class Trainer:
                     yield *now[:2], now[2].result()
 
     def _read(self, data: Data, step: int, indices: list[int]) -> StepBatches:
-        accelerator, k = self.accelerator, unroll_steps(step, self.steps, self.settings)
-        size = self.micro_batch(accelerator.num_processes)
-        mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
-        shares = [mine[start : start + size] for start in range(0, size * self.accumulation, size)]
-        return read_step(data, indices, shares, self.plan.token_map, k, self.settings.data.pack)
+        k, cut = unroll_steps(step, self.steps, self.settings), self.settings.data
+        processes = self.accelerator.num_processes
+        shares = [process_share(indices, rank, processes) for rank in range(processes)]
+        rank, budget = self.accelerator.process_index, cut.micro_batch * cut.max_length if cut.pack else None
+        return read_step(data, shares, rank, self.plan.token_map, k, self.micro_batch(processes), budget)
 
     def _switch_to_fresh(self, position: Position) -> Position:
         """Write rollouts with the head of this step as the drafter, and train on them from this step on."""
@@ -312,6 +312,8 @@ class Trainer:
         # DeepSpeed averages gradients over processes and micro-batches, but the loss is a sum over both.
         scale = accelerator.num_processes * self.accumulation
         totals = torch.zeros(4 * k, device=self.target.device)
+        # DeepSpeed updates the weights after so many backwards; `scale` knows those of its configuration.
+        accelerator.gradient_accumulation_steps, accelerator.step = len(batches.micro), 0
         size = self.micro_batch(accelerator.num_processes)
         for number, batch in enumerate(batches.micro):
             with accelerator.accumulate(self.model):

@@ -166,10 +166,12 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
 def chunk_logits(device: torch.device) -> int:
     """Logits of a chunk. Each chunk rewrites the gradient of the output matrix, so a GPU computes many at once: by its
     memory, not by what is free of it, because a resumed training must cut the same chunks."""
-    if device.type != "cuda":
-        return CHUNK_LOGITS
-    fitting = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
-    return max(CHUNK_LOGITS, 1 << fitting.bit_length() - 1)
+    return logits_at_once(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
+
+
+def logits_at_once(memory: int) -> int:
+    """Logits of a chunk on a GPU of so many bytes; 0: on a CPU."""
+    return max(CHUNK_LOGITS, 1 << max(1, memory // MEMORY_SHARE).bit_length() - 1)
 
 
 class _TiledLoss(torch.autograd.Function):

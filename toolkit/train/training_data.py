@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from toolkit.data.batches import Batch, BatchPlan, Example, collate
+from toolkit.data.batches import Batch, BatchPlan, Example, collate, collate_rows, micro_batches
 from toolkit.data.examples import Examples, load_examples
 from toolkit.data.feature_store import MANIFEST, FeatureSpec, FeatureStore, FeatureWriter
-from toolkit.errors import TrainError
+from toolkit.errors import TargetError, TrainError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
-from toolkit.targets.features import AuxCapture, target_features
+from toolkit.targets.features import AuxCapture, check_packing, target_features
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.agreement import from_main, wait_for_files, wait_until
 from toolkit.train.draft_head import plan_head
 from toolkit.train.target_side import StoredFeatures, covered_share, plan_supervision
-from toolkit.train_settings import TrainSettings
+from toolkit.train_settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:  # the rollout stage imports this file for the layer ids, without accelerate
     from accelerate import Accelerator
@@ -77,17 +77,41 @@ class StepBatches(NamedTuple):
 
 
 def read_step(
-    data: Data, indices: Sequence[int], shares: Sequence[Sequence[int]], token_map: TokenMap, steps: int, pack: bool
+    data: Data,
+    shares: Sequence[Sequence[int]],
+    rank: int,
+    token_map: TokenMap,
+    steps: int,
+    size: int,
+    budget: int | None,
 ) -> StepBatches:
-    """Read the examples of a global batch from the file, each once, and collate them. shares: the indices of each of
-    this process's micro-batches; without any, a sequence without a loss takes their place."""
-    examples = {index: data.train[index] for index in indices}
-    whole = collate(list(examples.values()), data.pad_id)
-    idle = collate([examples[indices[0]]], data.pad_id)
+    """Read the examples of a global batch from the file, each once, and collate those of process `rank`. shares: the
+    indices of each process. size, budget: of `micro_batches`. In place of a micro-batch without rows there is a
+    sequence without a loss."""
+    read = [[data.train[index] for index in share] for share in shares]
+    everyone = [example for share in read for example in share]
+    whole = collate(everyone, data.pad_id)
+    idle = collate(everyone[:1], data.pad_id)
     idle = replace(idle, response=torch.zeros_like(idle.response))
-    micro = [collate([examples[at] for at in some], data.pad_id, pack=pack) if some else idle for some in shares]
+    micro = [collate_rows(rows, data.pad_id) if rows else idle for rows in micro_batches(read, rank, size, budget)]
     counts = plan_supervision(whole.response, steps, whole.starts).counts
     return StepBatches(micro, counts, covered_share(whole, token_map))
+
+
+def with_packing(data: DataSettings, target: Target) -> DataSettings:
+    """The settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart.
+
+    Raises `TargetError` where packing is asked for and it does not."""
+    pack = target.device.type != "cpu" and data.global_batch > 1 if data.pack is None else data.pack
+    if pack:
+        try:
+            check_packing(target)
+        except TargetError as error:
+            if data.pack:
+                raise
+            log.info("rows are not packed: %s", error)
+            pack = False
+    return replace(data, pack=pack)
 
 
 def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
