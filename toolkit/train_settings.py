@@ -188,9 +188,10 @@ class TrainSettings:
     precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "auto: bf16, or fp32 on a CPU that multiplies it faster, which is measured once"
     )
-    target: Literal["replicated", "sharded"] = setting(
+    target: Literal["replicated", "sharded", "tensor"] = setting(
         "replicated",
-        "replicated: each process holds the full target; sharded: each process holds a part of every layer",
+        "replicated: each process holds the full target; sharded: a part of every layer, which is gathered to run; "
+        "tensor: the processes of a machine hold parts that compute together (tensor parallel)",
         not_in_fingerprint=True,
     )
     save_every: PositiveInt = setting(50, "optimizer steps between two training states", not_in_fingerprint=True)

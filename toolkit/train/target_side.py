@@ -49,7 +49,8 @@ class FusedTarget(FusedLayers):
 
     def __init__(self, target: Target) -> None:
         moving = any(one.requires_grad for one in target.model.parameters())
-        fits = not moving and not isinstance(target.body, FSDPModule) and target.config._attn_implementation == "sdpa"
+        sharded = isinstance(target.body, FSDPModule) or target.group is not None
+        fits = not moving and not sharded and target.config._attn_implementation == "sdpa"
         if fits:
             fuse_norms(target.body, target.device)
         scaling = {
@@ -87,7 +88,8 @@ class OnlineFeatures:
         self._fused = FusedTarget(target)
 
     def __call__(self, batch: Batch) -> TargetFeatures:
-        batch = batch.to(self.target.device)
+        if self.target.group is None:  # else `run_body` sends it to the other processes first
+            batch = batch.to(self.target.device)
         with torch.no_grad(), self._fused.running():
             return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 

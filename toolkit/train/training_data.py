@@ -22,7 +22,7 @@ from toolkit.data.feature_store import MANIFEST, FeatureSpec, FeatureStore, Feat
 from toolkit.errors import TrainError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
-from toolkit.targets.features import AuxCapture, target_features
+from toolkit.targets.features import AuxCapture, run_body, target_features
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
@@ -241,12 +241,11 @@ def _unseen(store: FeatureStore, texts: Sequence[list[int]]) -> list[str]:
     return [f"the features of {lacking} texts in {store.folder}"] if lacking else []
 
 
-@torch.no_grad()
 def _keep_in_step(target: Target, counts: Sequence[int], index: int) -> None:
     """Run dummy forwards until process `index` has run as many as the process with the most: if the target is sharded,
     every forward is a collective."""
     for _ in range(max(counts) - counts[index]):
-        target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
+        run_body(target, torch.zeros(1, 1, dtype=torch.long))
 
 
 def texts_of(data: Data) -> list[list[int]]:
