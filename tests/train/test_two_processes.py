@@ -16,9 +16,11 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from toolkit.errors import TargetError
 from toolkit.infer.parallel.ranks import ParallelError
 from toolkit.recipe import load_recipe
 from toolkit.train import accelerator
+from toolkit.train.row_split import _split_attention
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -67,9 +69,24 @@ def test_features_by_tensor_parallel_are_those_of_the_whole_target(biased_run):
         assert 2 * found["rows"][0] == found["rows"][1] and found["same_layer"] and found["same_checksum"]
 
 
+@pytest.mark.process
+def test_rows_in_two_parts_train_as_whole_ones(tiny_run):
+    """fp32: losses, counts of right predictions and gradients. A position, key, token, label or teacher's row that is
+    not the one of the whole row moves them by far more; so does a gradient that does not come back."""
+    for found in of_both("rows_in_two", tiny_run):
+        assert len(found) == 6 and max(found.values()) < 1e-5, found
+
+
 def test_heads_that_do_not_divide_are_refused_before_loading(tiny_run, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(accelerator, "_load", lambda *_: pytest.fail("the target was loaded"))
     recipe = load_recipe(tiny_run / "recipe.yaml", ["train.target=tensor"])
     with pytest.raises(ParallelError, match=r"4 attention heads and 2 key heads, which 3 .*set train.target=sharded"):
         accelerator.frozen_target(recipe, "cpu", SimpleNamespace(num_processes=3))
+
+
+def test_the_attention_of_the_target_must_be_plain(tiny_target):
+    """Half of the positions would see too far, or not far enough."""
+    split = SimpleNamespace(longest=64)
+    with pytest.raises(TargetError, match="has a sliding window.*train.data.split_rows=1"):
+        _split_attention(tiny_target.layers[0], *[torch.zeros(1, 2, 4, 8)] * 3, None, row_split=split, sliding_window=8)

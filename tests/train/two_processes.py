@@ -16,11 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.data.batches import Example, collate
 from toolkit.infer.parallel.sharded_models import undivided
 from toolkit.recipe import load_recipe
 from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import read_target
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.accelerator import frozen_target, weights_checksum
+from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.row_split import split_rows
+from toolkit.train.step import micro_step, supervised_counts
+from toolkit.train.target_side import StoredFeatures, TargetSide
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
+
+K = 3
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -53,7 +62,58 @@ def tensor_parallel(folder: Path, rank: int) -> dict[str, Any]:
     }
 
 
-CASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {"tensor_parallel": tensor_parallel}
+class Stored(StoredFeatures):
+    """Features of whole rows, as from a store."""
+
+    def __init__(self, side: TargetSide) -> None:
+        self.of = side.features
+
+    def __call__(self, batch):
+        return self.of(batch)
+
+
+def rows_in_two(folder: Path, _rank: int) -> dict[str, Any]:
+    """The largest differences of the losses and gradients, in shares of the largest value, by variant and batch."""
+    target = read_target(load_recipe(folder / "recipe.yaml").target.model, dtype="float32")
+    token_map = TokenMap.from_ids(range(0, 393, 2), target.vocab_size)
+    found: dict[str, Any] = {}
+    for name, head, unroll, stored in (
+        ("plain", {}, {}, False),
+        ("window", {"sliding_window": 5, "norm_output": True, "fc_norm": True}, {"checkpointing": True}, False),
+        ("stored", {}, {}, True),
+    ):
+        settings = TrainSettings(head=HeadSettings(**head), unroll=UnrollSettings(ttt_steps=K, **unroll))
+        plan = plan_head(settings, target, token_map)
+        whole = TargetSide(target, token_map, plan.aux_layer_ids, "fp32")
+        model = trained_head(plan, settings, start_head(plan, settings, target, 0), whole.teacher)
+        split = split_rows(target, plan.config, dist.group.WORLD, longest=64)
+        parts = TargetSide(target, token_map, plan.aux_layer_ids, "fp32", Stored(whole) if stored else None, split)
+        for lengths in ((23, 17, 12), (6,)):  # parts that padding fills up; a second part of padding alone
+            pairs = zip(step(model, parts, lengths, summed=True), step(model, whole, lengths), strict=True)
+            found[f"{name} {lengths}"] = max(largest(a, b) / max(1.0, float(b.abs().max())) for a, b in pairs)
+    return found
+
+
+def step(model: Any, side: TargetSide, lengths: tuple[int, ...], *, summed: bool = False) -> list[torch.Tensor]:
+    """Losses and counts by step, and the gradients. summed: over both processes."""
+    generator = torch.Generator().manual_seed(6)
+    examples = []
+    for at, length in enumerate(lengths):
+        ids = torch.randint(3, 393, (length,), generator=generator).tolist()
+        examples.append(Example(str(at), ids, [False] * 2 + [True] * (length - 2), greedy=at == 1))
+    batch = collate(examples, pad_id=0)
+    loss, *sums = micro_step(model, side, batch, supervised_counts(batch, K), K)
+    gradients = torch.autograd.grad(loss, [one for one in model.parameters() if one.requires_grad])
+    values = [loss.detach(), *(one.detach() for one in sums), *gradients]
+    for value in values if summed else []:
+        dist.all_reduce(value)
+    return values
+
+
+CASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "tensor_parallel": tensor_parallel,
+    "rows_in_two": rows_in_two,
+}
 
 
 if __name__ == "__main__":
