@@ -132,14 +132,22 @@ def run_body(
     If processes hold the target together (`target.group`), all of them must call this, each with its own batch of any
     shape. They run the batches of all in turn, and each keeps what belongs to its own. starts: of `target_features`.
     """
+
+    def forward(ids: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        more = dict(options)
+        if starts is not None:
+            more["position_ids"] = torch.arange(ids.shape[1], device=target.device) - starts.to(target.device)
+        last = target.body(input_ids=ids.to(target.device), use_cache=False, **more).last_hidden_state
+        return last, [] if capture is None else capture.take_each()
+
     if target.group is None:
-        return _forward(target, input_ids, starts, capture, options)
+        return forward(input_ids, starts)
     batches: list[Any] = [None] * dist.get_world_size(target.group)
     on_host = input_ids.cpu(), None if starts is None else starts.cpu()
     dist.all_gather_object(batches, on_host, group=target.group)
     for rank, batch in enumerate(batches):
         if rank == 0 or not _same(batch, batches[rank - 1]):  # in a forecast all have the same
-            states = _forward(target, *batch, capture, options)
+            states = forward(*batch)
         if rank == dist.get_rank(target.group):
             own = states
     return own
@@ -148,20 +156,6 @@ def run_body(
 def _same(first: tuple[torch.Tensor | None, ...], second: tuple[torch.Tensor | None, ...]) -> bool:
     pairs = zip(first, second, strict=True)
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
-
-
-def _forward(
-    target: Target,
-    input_ids: torch.Tensor,
-    starts: torch.Tensor | None,
-    capture: Capture | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    if starts is not None:
-        at = torch.arange(input_ids.shape[1], device=target.device)
-        options = {**options, "position_ids": at - starts.to(target.device)}
-    last = target.body(input_ids=input_ids.to(target.device), use_cache=False, **options).last_hidden_state
-    return last, [] if capture is None else capture.take_each()
 
 
 @torch.no_grad()
