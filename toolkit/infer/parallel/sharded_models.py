@@ -130,8 +130,8 @@ def undivided(layer: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, own in parts:
-            part.data = own
+        for shown, own in parts:
+            shown.data = own
 
 
 # By transformers' names; the names with _rep are from its first 5.x versions. None: replicated. (5.17 divides tied
