@@ -18,6 +18,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
     with pytest.raises(RecipeError, match=told):
         TrainSettings(data=DataSettings(global_batch=batch, micro_batch=micro)).check_processes(processes)
     TrainSettings(data=DataSettings(global_batch=12, micro_batch=8)).check_processes(2)
+    with pytest.raises(RecipeError, match="split_rows = 2, but 3 training"):
+        TrainSettings(data=DataSettings(split_rows=2)).check_processes(3)
     TrainSettings(data=DataSettings(global_batch=1, micro_batch=1)).check_processes(
         2
     )  # the second one has nothing to do
@@ -36,6 +38,13 @@ def test_settings_of_another_kind_of_head_are_refused() -> None:
     assert frozen.train.head.kind == "mtp", "the target's output matrix is all that it has"
     mtp = ("train.head.kind=mtp", "train.head.layers=2", "train.unroll.curriculum=[0.5]")
     assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
+
+
+@pytest.mark.parametrize("override", ["head.kind=mtp", "data.pack=true", "unroll.anchors=8", "target=tensor"])
+def test_what_needs_whole_rows_is_refused_with_split_ones(override: str) -> None:
+    on = ["train.data.split_rows=2", "train.evaluation.real_every=null"]
+    assert load_recipe(DEMO_RECIPE, on).train.data.split_rows == 2
+    assert "train.data.split_rows = 2: " in refused(DEMO_RECIPE, *on, f"train.{override}")
 
 
 @pytest.mark.parametrize("override", ["train.evaluation.real_every=9", "target.quantization=int8"])

@@ -124,6 +124,9 @@ class DataSettings:
     supervise: Literal["answers", "all"] = setting(
         "answers", "tokens that are learned: those of answers, or of prompts too (all)"
     )
+    split_rows: PositiveInt = setting(
+        1, "processes of a machine that hold a part of each row, for texts too long for one", not_in_fingerprint=True
+    )
     pack: bool | None = setting(
         None,
         "short sequences share rows, and none attends to another; one forward takes as many rows as have micro_batch * "
@@ -191,9 +194,10 @@ class TrainSettings:
     precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "auto: bf16, or fp32 on a CPU that multiplies it faster, which is measured once"
     )
-    target: Literal["replicated", "sharded"] = setting(
+    target: Literal["replicated", "sharded", "tensor"] = setting(
         "replicated",
-        "replicated: each process holds the full target; sharded: each process holds a part of every layer",
+        "replicated: each process holds the full target; sharded: a part of every layer, which is gathered to run; "
+        "tensor: the processes of a machine hold parts that compute together (tensor parallel)",
         not_in_fingerprint=True,
     )
     save_every: PositiveInt = setting(50, "optimizer steps between two training states", not_in_fingerprint=True)
@@ -279,6 +283,14 @@ class TrainSettings:
         shared = not data.pack or data.global_batch > 1
         said = "one sequence has nothing to share a row; set it to false, or raise global_batch"
         yield "data.pack", shared, said
+        kind, anchors = self.head.kind, self.unroll.anchors
+        for fits, why, instead in (
+            (kind == "eagle3", f"rows are split for eagle3 heads only, not for {kind}", "head.kind=eagle3"),
+            (not data.pack, "packed rows are not split", "data.pack=false"),
+            (anchors is None, "anchors are drawn from whole rows", "unroll.anchors=null"),
+            (self.target != "tensor", "the same processes divide the target's heads", "target=sharded"),
+        ):
+            yield "data.split_rows", data.split_rows == 1 or fits, f"{why}; set it to 1, or train.{instead}"
 
     def _engine_rules(self) -> Iterator[Rule]:
         fresh = self.on_policy.every is not None
@@ -298,14 +310,20 @@ class TrainSettings:
 
         With more processes than sequences, some processes have no sequence.
         """
-        data = self.data
+        data, group = self.data, self.data.split_rows
+        if processes % group:
+            raise RecipeError(
+                f"train.data.split_rows = {group}, but {processes} training process(es) do not form groups of {group}; "
+                f"set --num-processes {group}, or a multiple of it"
+            )
+        processes //= group
         share, rest = divmod(data.global_batch, processes)
         if share and rest:
             batch, fewer = data.global_batch, max(n for n in range(1, processes) if data.global_batch % n == 0)
             raise RecipeError(
-                f"train.data.global_batch = {batch}, but a multiple of {processes}, the number of training processes, "
-                f"is needed: set train.data.global_batch={batch - rest} or {batch - rest + processes}, or "
-                f"--num-processes {fewer}"
+                f"train.data.global_batch = {batch}, but a multiple of {processes}, the number of training processes"
+                f"{'' if group == 1 else f' / {group}'}, is needed: set train.data.global_batch={batch - rest} or "
+                f"{batch - rest + processes}, or --num-processes {fewer * group}"
             )
         whole = share <= data.micro_batch or share % data.micro_batch == 0
         said = f"a process has {share} sequences, which it must divide; choose a divisor"

@@ -154,6 +154,17 @@ def test_a_sharded_target_with_stored_features_gives_the_same_curve(tiny_run, un
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("setting", ["train.target=tensor", "train.data.split_rows=2"])
+def test_two_processes_that_compute_together_give_the_same_curve(setting, tiny_run, uninterrupted, tmp_path):
+    """A target by tensor parallel; every row split in two, where a wrong share or scale would double the losses."""
+    run = _copy_run(tiny_run, tmp_path / "run")
+    settings = ("train.max_steps=40", "train.evaluation.eval_every=4", setting)
+    rows = _train(run, *settings, options=_processes(2, "zero2"))
+    for ours, theirs in zip(rows[:12], _losses(uninterrupted)[:12], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["accuracy_by_step"] == pytest.approx(theirs["accuracy_by_step"])
+
+
 def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
     """Two processes that accumulate gradients, in as many packed micro-batches as their texts take (one or two),
     against one process with the full batch. Adam and Muon hide a wrong scale of the gradient, but clipping shows it:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import TargetError
@@ -61,8 +62,7 @@ class Capture:
 
     def take(self) -> torch.Tensor:
         """The states of the last forward, concatenated, [B, N, A*H]."""
-        each = self.take_each()
-        return each[0] if len(each) == 1 else torch.cat(each, dim=-1)
+        return _concatenated(self.take_each())
 
 
 class AuxCapture(Capture):
@@ -88,6 +88,10 @@ class LastCapture(Capture):
         super().__init__([tap], [target.body.register_forward_hook(tap)])
 
 
+def _concatenated(each: list[torch.Tensor]) -> torch.Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each, dim=-1)
+
+
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
@@ -104,19 +108,54 @@ class TargetFeatures:
 
 @torch.no_grad()
 def target_features(
-    target: Target, capture: Capture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
+    target: Target, capture: Capture, input_ids: torch.Tensor, starts: torch.Tensor | None = None, **options: Any
 ) -> TargetFeatures:
     """One causal forward over right-padded `input_ids` [B, N]; the states of padding are arbitrary.
 
     starts [B, N]: for packed rows, the position where each token's sequence begins. transformers recognises packed
-    sequences by positions that restart at 0; `check_packing` finds models that do not.
+    sequences by positions that restart at 0; `check_packing` finds models that do not. options: for the attention.
     """
-    options: dict[str, torch.Tensor] = {}
-    if starts is not None:
-        at = torch.arange(input_ids.shape[1], device=target.device)
-        options["position_ids"] = at - starts.to(target.device)
-    last = target.body(input_ids=input_ids.to(target.device), use_cache=False, **options).last_hidden_state
-    return TargetFeatures(aux=capture.take(), last=last)
+    last, each = run_body(target, input_ids, starts, capture, **options)
+    return TargetFeatures(aux=_concatenated(each), last=last)
+
+
+@torch.no_grad()
+def run_body(
+    target: Target,
+    input_ids: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    capture: Capture | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The last hidden state [B, N, H] of one forward of the body, and the states that `capture` kept, each [B, N, H].
+
+    If processes hold the target together (`target.group`), all of them must call this, each with its own batch of any
+    shape. They run the batches of all in turn, and each keeps what belongs to its own. starts: of `target_features`.
+    """
+
+    def forward(ids: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        more = dict(options)
+        if starts is not None:
+            more["position_ids"] = torch.arange(ids.shape[1], device=target.device) - starts.to(target.device)
+        last = target.body(input_ids=ids.to(target.device), use_cache=False, **more).last_hidden_state
+        return last, [] if capture is None else capture.take_each()
+
+    if target.group is None:
+        return forward(input_ids, starts)
+    batches: list[Any] = [None] * dist.get_world_size(target.group)
+    on_host = input_ids.cpu(), None if starts is None else starts.cpu()
+    dist.all_gather_object(batches, on_host, group=target.group)
+    for rank, batch in enumerate(batches):
+        if rank == 0 or not _same(batch, batches[rank - 1]):  # in a forecast all have the same
+            states = forward(*batch)
+        if rank == dist.get_rank(target.group):
+            own = states
+    return own
+
+
+def _same(first: tuple[torch.Tensor | None, ...], second: tuple[torch.Tensor | None, ...]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
 @torch.no_grad()

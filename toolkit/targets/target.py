@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.chat_rows import SENTINEL, TEMPLATE_ERRORS, hides_questions, messages_for
@@ -28,7 +29,9 @@ FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "fina
 class Target:
     """A frozen causal LM with its tokenizer, from `read_target` or from a model in memory.
 
-    tanh: of the logits' soft cap. template: the chat template that the user chose; None: its own.
+    tanh: of the logits' soft cap. template: the chat template that the user chose; None: its own. group: the processes
+    of a training that hold its layers together by tensor parallel (`features.run_body`); None: every forward is this
+    process's own.
 
     Raises `TargetError` when the model is not a decoder stack with token embeddings, a final norm and a linear output
     embedding, or when the tokenizer has ids without an embedding row.
@@ -42,6 +45,7 @@ class Target:
     quantization: str | None = None
     tanh: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
     template: str | None = None
+    group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()

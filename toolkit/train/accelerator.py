@@ -1,5 +1,5 @@
 """The processes of a training: the Accelerator over DeepSpeed, equal for one CPU process and for many GPUs; the target,
-replicated in every process or with sharded layers (`train.target`); and the errors that end a running training.
+replicated in every process, or divided among them (`train.target`); and the errors that end a running training.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
@@ -26,10 +28,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from toolkit.errors import TrainError
 from toolkit.infer.engine.cpu_door import load_target
+from toolkit.infer.parallel.sharded_models import divided_target, is_divided, styles_of
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
 from toolkit.targets.cache import fastest_cpu_dtype
-from toolkit.targets.load import layer_bytes, shard_layers
+from toolkit.targets.load import layer_bytes, load_config, shard_layers
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.train.state import stored_states
@@ -257,14 +260,19 @@ def _newest(directory: Path) -> str:
 
 
 def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Target:
-    """The recipe's target on this process's device. All processes must call this. Raises `TargetError`."""
+    """The recipe's target on this process's device. All processes must call this. Raises `TargetError`, and with
+    train.target=tensor `ParallelError`, before it loads, for a target that cannot be divided."""
     # ZeRO-3 is for the head. The Accelerator has registered it with transformers, which would shard the target too.
     unset_hf_deepspeed_config()
-    processes = accelerator.num_processes
-    if recipe.train.target == "sharded" and processes == 1:
-        log.warning("train.target=sharded has no effect with one process; launch more processes")
-    if recipe.train.target == "replicated" or processes == 1:
+    processes, how = accelerator.num_processes, recipe.train.target
+    if how == "tensor":  # of one machine, whose processes are the neighbours in rank
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if how != "replicated" and processes == 1:
+        log.warning("train.target=%s has no effect with one process; launch more processes", how)
+    if how == "replicated" or processes == 1:
         return _load(recipe, device, device)
+    if how == "tensor":
+        return _tensor_parallel_target(recipe, device, processes)
     mesh = init_device_mesh(device.partition(":")[0], (processes,))
     with _one_process_at_a_time():
         target = _load(recipe, device, "cpu")
@@ -276,16 +284,37 @@ def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Targ
     return target
 
 
+def _tensor_parallel_target(recipe: Recipe, device: str, size: int) -> Target:
+    """The target with this process's part of every layer; `size` processes of each machine share it."""
+    name, instead = recipe.target.model, "set train.target=sharded"
+    styles = styles_of(load_config(name, recipe.target.revision)[0], size, name, instead)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT, backend=backend)
+
+    def in_turn(load: Any) -> Any:
+        with _one_process_at_a_time():
+            return load()
+
+    load = partial(_load, recipe, device, "cpu")
+    target = divided_target(load, styles, torch.device(device), in_turn, group, instead)
+    target.group = group
+    log.info("the target's layers are divided among %d processes, which run the batches of all in turn", size)
+    return target
+
+
 @torch.no_grad()
 def weights_checksum(target: Target, accelerator: Accelerator) -> str:
     """A hash of the target's weights, also of sharded ones: the sums of each tensor's bits, which are exact whatever
     the order and the number of parts. All processes must call this."""
     sums = []
-    for value in target.model.state_dict().values():
+    divided = tuple(f"{path}." for path, module in target.model.named_modules() if is_divided(module))
+    for name, value in target.model.state_dict().items():
         sharded = isinstance(value, DTensor)
         local = value.to_local() if sharded else value
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
         bits = local.contiguous().view(whole).sum(dtype=torch.int64)
+        if name.startswith(divided):
+            dist.all_reduce(bits, group=target.group)
         sums.append(accelerator.reduce(bits, "sum") if sharded else bits)
     return sha256_json(torch.stack([one.cpu() for one in sums]).tolist())
 

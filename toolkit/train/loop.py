@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import new_subgroups
 
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
@@ -20,6 +21,7 @@ from toolkit.recipe import Recipe, result_settings
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import (
+    COLLECTIVE_TIMEOUT,
     build_accelerator,
     check_finite,
     check_weights,
@@ -43,6 +45,7 @@ from toolkit.train.optimizer import (
     unroll_steps,
     without_compiling,
 )
+from toolkit.train.row_split import RowSplit, split_rows
 from toolkit.train.state import (
     Position,
     best_path,
@@ -78,10 +81,12 @@ class Trainer:
         self.recipe, self.directory = recipe, directory
         self.settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
         world = int(os.environ.get("WORLD_SIZE", "1"))
+        # Processes that hold parts of the same rows read the same sequences.
+        self.readers = max(1, world // self.settings.data.split_rows)
         self.accumulation = accumulation_steps(self.settings, world)
         self.accelerator = build_accelerator(
             self.settings.precision,
-            self.micro_batch(world),
+            self.micro_batch(),
             self.accumulation,
             gradient_clip(self.settings),
             whole_gradients=self.settings.optimizer.name == "muon",
@@ -105,7 +110,9 @@ class Trainer:
             folder = directory.parent / "features"
             with sole_trainer(directory) if self.accelerator.is_main_process else nullcontext():
                 self.stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
-        self.side = TargetSide(self.target, self.plan.token_map, ids, self.settings.precision, self.stored)
+        self.side = TargetSide(
+            self.target, self.plan.token_map, ids, self.settings.precision, self.stored, self._split_rows()
+        )
         self.model, self.optimizer = self._prepare()
         self.metrics = Metrics(
             directory / "metrics.jsonl",
@@ -152,8 +159,15 @@ class Trainer:
             ]
         )
 
-    def micro_batch(self, world: int) -> int:
-        return max(1, self.settings.data.global_batch // (world * self.accumulation))
+    def micro_batch(self) -> int:
+        return max(1, self.settings.data.global_batch // (self.readers * self.accumulation))
+
+    def _split_rows(self) -> RowSplit | None:
+        data = self.settings.data
+        if data.split_rows == 1:
+            return None
+        group, _ = new_subgroups(data.split_rows, timeout=COLLECTIVE_TIMEOUT)
+        return split_rows(self.target, self.plan.config, group, data.max_length)
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
@@ -199,8 +213,8 @@ class Trainer:
         position = restore_state(self.accelerator, self.model, self.directory, self.fingerprint, self._is_finished)
         self.metrics.rewind(position.step, position.rollouts_of_step)
         main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
-        if main and processes > self.settings.data.global_batch:
-            batch = self.settings.data.global_batch
+        batch = self.settings.data.global_batch
+        if main and self.readers > batch:
             log.warning("%d processes share a global batch of %d sequences: some processes are idle", processes, batch)
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
@@ -252,10 +266,10 @@ class Trainer:
 
     def _read(self, data: Data, step: int, indices: list[int]) -> StepBatches:
         k, cut = unroll_steps(step, self.steps, self.settings), self.settings.data
-        processes = self.accelerator.num_processes
-        shares = [process_share(indices, rank, processes) for rank in range(processes)]
-        rank, budget = self.accelerator.process_index, cut.micro_batch * cut.max_length if cut.pack else None
-        return read_step(data, shares, rank, self.plan.token_map, k, self.micro_batch(processes), budget)
+        shares = [process_share(indices, reader, self.readers) for reader in range(self.readers)]
+        reader = self.accelerator.process_index // cut.split_rows
+        budget = cut.micro_batch * cut.max_length if cut.pack else None
+        return read_step(data, shares, reader, self.plan.token_map, k, self.micro_batch(), budget)
 
     def _switch_to_fresh(self, position: Position) -> Position:
         """Write rollouts with the head of this step as the drafter, and train on them from this step on."""
@@ -314,7 +328,7 @@ class Trainer:
         totals = torch.zeros(4 * k, device=self.target.device)
         # DeepSpeed updates the weights after so many backwards; `scale` knows those of its configuration.
         accelerator.gradient_accumulation_steps, accelerator.step = len(batches.micro), 0
-        size = self.micro_batch(accelerator.num_processes)
+        size = self.micro_batch()
         for number, batch in enumerate(batches.micro):
             with accelerator.accumulate(self.model):
                 drawn = anchors_of(self.plan, settings, self.recipe.seed, step, number * size)

@@ -70,7 +70,7 @@ def micro_step(
     """
     clock = clock or StepClock(side.target.device)
     with clock.part("target"):
-        inputs = side.inputs(batch, steps, anchors)
+        inputs = side.inputs(batch, steps, anchors, side.split)
         rows = side.teacher(inputs.teacher_hidden, inputs.labels, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
@@ -83,8 +83,8 @@ def micro_step(
             denominators,
             inputs.before,
         )
-    flat = inputs.supervision.flat_roots(batch.response.shape[1])
-    reached, passed = chained_counts(correct, flat, batch.response.numel())
+    count, length = inputs.aux.shape[:2]
+    reached, passed = chained_counts(correct, inputs.supervision.flat_roots(length), count * length)
     if inputs.supervision.shares is not None:
         correct = [right * share for right, share in zip(correct, inputs.supervision.shares, strict=True)]
     return MicroStep(loss, by_step, torch.stack([right.sum() for right in correct]).float(), reached, passed)
@@ -141,7 +141,7 @@ class TrainedHead(nn.Module):
         count, block = len(supervision.roots), self.head if isinstance(self.head, DSparkHead) else None
         inputs = aux, embeds, count, supervision.starts, supervision.anchors
         if block is None:
-            steps = unroll(self.head, *inputs, checkpointing=self.checkpointing)
+            steps = unroll(self.head, *inputs, checkpointing=self.checkpointing, part=supervision.part)
         else:
             steps = unroll_blocks(block, *inputs, checkpointing=self.checkpointing)
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]

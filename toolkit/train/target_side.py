@@ -32,6 +32,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.features import AuxCapture, Capture, LastCapture, TargetFeatures, target_features
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.row_split import RowPart, RowSplit
 
 # Scores computed at once (rows times vocabulary): [M, V] of all rows would not fit into memory. And the fewest rows:
 # with fewer, reading the output matrix from memory would take most of the time.
@@ -49,7 +50,8 @@ class FusedTarget(FusedLayers):
 
     def __init__(self, target: Target) -> None:
         moving = any(one.requires_grad for one in target.model.parameters())
-        fits = not moving and not isinstance(target.body, FSDPModule) and target.config._attn_implementation == "sdpa"
+        sharded = isinstance(target.body, FSDPModule) or target.group is not None
+        fits = not moving and not sharded and target.config._attn_implementation == "sdpa"
         if fits:
             fuse_norms(target.body, target.device)
         scaling = {
@@ -87,7 +89,8 @@ class OnlineFeatures:
         self._fused = FusedTarget(target)
 
     def __call__(self, batch: Batch) -> TargetFeatures:
-        batch = batch.to(self.target.device)
+        if self.target.group is None:  # else `run_body` sends it to the other processes first
+            batch = batch.to(self.target.device)
         with torch.no_grad(), self._fused.running():
             return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 
@@ -134,6 +137,7 @@ class Supervision:
     roots[k] are indices into the flat [B*N] anchors. shares[k] [S]: the number of roots that each root represents.
 
     planned: the same on the device that it was planned on, the host: reading it does not wait for a GPU.
+    part: of rows that are split (`of_part`); None: the rows are whole.
     """
 
     teacher_positions: torch.Tensor
@@ -144,6 +148,7 @@ class Supervision:
     shares: list[torch.Tensor] | None = None
     full: int | None = None
     planned: Supervision | None = None
+    part: RowPart | None = None
 
     def to(self, device: torch.device) -> Supervision:
         """The same on another device, without waiting for it; `planned` is this one."""
@@ -154,7 +159,8 @@ class Supervision:
         starts, anchors = (None if x is None else on_device(x, device) for x in (self.starts, self.anchors))
         shares = None if self.shares is None else each(self.shares)
         positions = on_device(self.teacher_positions, device)
-        return Supervision(positions, each(self.roots), each(self.rows), starts, anchors, shares, self.full, self)
+        roots, rows = each(self.roots), each(self.rows)
+        return Supervision(positions, roots, rows, starts, anchors, shares, self.full, self, self.part)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -182,6 +188,21 @@ def plan_supervision(response: torch.Tensor, steps: int, starts: torch.Tensor | 
     row_of = torch.full((response.numel() + steps,), -1, dtype=torch.long, device=response.device)
     row_of[positions] = torch.arange(len(positions), device=response.device)
     return Supervision(positions, flat, [row_of[roots + 1 + step] for step, roots in enumerate(flat)], starts)
+
+
+def of_part(supervision: Supervision, length: int, part: RowPart) -> Supervision:
+    """The supervision of whole rows [B, length], for the roots of a part: roots are flat indices into [B, C], and
+    teacher positions into [B, W]."""
+    roots, rows = [], []
+    for flat, row in zip(supervision.roots, supervision.rows, strict=True):
+        at = flat % length - part.begin
+        here = (at >= 0) & (at < part.count)
+        roots.append((flat // length * part.count + at)[here])
+        rows.append(row[here])
+    read = torch.cat(rows).unique()
+    at = supervision.teacher_positions[read]
+    positions = at // length * (part.count + part.ahead) + at % length - part.begin
+    return Supervision(positions, roots, [torch.searchsorted(read, row) for row in rows], part=part)
 
 
 def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int, seed: int) -> Supervision:
@@ -333,7 +354,7 @@ class TargetSide:
     """Everything that training computes with the frozen target for a batch: features, embeddings, teacher.
 
     aux_layer_ids: the layers whose inputs the head reads, concatenated; None: the final-normed last hidden state.
-    features: the source of the features; None: the target's forward.
+    features: the source of the features; None: the target's forward. split: of the rows of micro-batches.
     """
 
     def __init__(
@@ -343,24 +364,35 @@ class TargetSide:
         aux_layer_ids: tuple[int, ...] | None,
         precision: str,
         features: StoredFeatures | None = None,
+        split: RowSplit | None = None,
     ) -> None:
-        self.target = target
+        self.target, self.split = target, split
         self.token_map = token_map
         self.capture = LastCapture(target) if aux_layer_ids is None else AuxCapture(target, aux_layer_ids)
         self.features = features or OnlineFeatures(target, self.capture)
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
-    def inputs(self, batch: Batch, steps: int, anchors: Anchors | None = None) -> UnrollInputs:
+    def inputs(
+        self, batch: Batch, steps: int, anchors: Anchors | None = None, split: RowSplit | None = None
+    ) -> UnrollInputs:
         """The inputs of one micro-batch; features and embeddings are in the head's dtype. anchors: of `micro_step`.
+        split: `batch` is of whole rows, and the inputs are those of this process's part.
 
         Supervision is planned where the batch is. With a batch on the host nothing waits for the target's forward.
         """
         planned = plan_supervision(batch.response, steps, batch.starts)
         planned = planned if anchors is None else anchors(planned, batch.response.shape)
-        greedy = None if batch.greedy is None else batch.greedy.flatten()[planned.teacher_positions + 1]
-        features = self.features(batch)
-        supervision, input_ids = planned.to(self.target.device), on_device(batch.input_ids, self.target.device)
+        input_ids, greedy = batch.input_ids, batch.greedy
+        if split is None:
+            features = self.features(batch)
+        else:
+            part = split.part(input_ids.shape[1], steps)
+            planned = of_part(planned, input_ids.shape[1], part)
+            features = self._part_features(batch, part)
+            input_ids, greedy = part.cut(input_ids), None if greedy is None else part.cut(greedy)
+        greedy = None if greedy is None else greedy.flatten()[planned.teacher_positions + 1]
+        supervision, input_ids = planned.to(self.target.device), on_device(input_ids, self.target.device)
         ids = input_ids.flatten()
         with torch.no_grad():
             embeds = self.target.embed_tokens(input_ids)
@@ -373,3 +405,10 @@ class TargetSide:
             labels=ids[supervision.teacher_positions + 1],
             greedy=greedy,
         )
+
+    def _part_features(self, batch: Batch, part: RowPart) -> TargetFeatures:
+        """The features of a part of the batch's rows: `aux` of its positions, `last` also of those ahead."""
+        if isinstance(self.features, StoredFeatures):
+            whole = self.features(batch)
+            return TargetFeatures(part.cut(whole.aux)[:, : part.count], part.cut(whole.last))
+        return part.features(self.target, self.capture, on_device(part.cut(batch.input_ids), self.target.device))

@@ -22,7 +22,7 @@ from toolkit.data.feature_store import MANIFEST, FeatureSpec, FeatureStore, Feat
 from toolkit.errors import TargetError, TrainError
 from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
-from toolkit.targets.features import AuxCapture, check_packing, target_features
+from toolkit.targets.features import AuxCapture, check_packing, run_body, target_features
 from toolkit.targets.target import Target
 from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
@@ -102,7 +102,8 @@ def with_packing(data: DataSettings, target: Target) -> DataSettings:
     """The settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart.
 
     Raises `TargetError` where packing is asked for and it does not."""
-    pack = target.device.type != "cpu" and data.global_batch > 1 if data.pack is None else data.pack
+    on_gpu, alone = target.device.type != "cpu", data.global_batch == 1 or data.split_rows > 1
+    pack = on_gpu and not alone if data.pack is None else data.pack
     if pack:
         try:
             check_packing(target)
@@ -265,12 +266,11 @@ def _unseen(store: FeatureStore, texts: Sequence[list[int]]) -> list[str]:
     return [f"the features of {lacking} texts in {store.folder}"] if lacking else []
 
 
-@torch.no_grad()
 def _keep_in_step(target: Target, counts: Sequence[int], index: int) -> None:
     """Run dummy forwards until process `index` has run as many as the process with the most: if the target is sharded,
     every forward is a collective."""
     for _ in range(max(counts) - counts[index]):
-        target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
+        run_body(target, torch.zeros(1, 1, dtype=torch.long))
 
 
 def texts_of(data: Data) -> list[list[int]]:

@@ -41,6 +41,7 @@ from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.dspark import DSparkHead
 from toolkit.train.causal_attention import KeyRange, causal_attention, causal_attention_backward, kernels_for
+from toolkit.train.row_split import RowPart
 
 
 class TTTAttention:
@@ -186,6 +187,7 @@ def unroll(
     anchors: torch.Tensor | None = None,
     *,
     checkpointing: bool = False,
+    part: RowPart | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield the states [B, L, H] of steps 0..steps-1, from which `DraftHead.logits` computes each step's logits.
 
@@ -194,14 +196,16 @@ def unroll(
     [B, L], see `Batch`) it reads the next document's. Neither is supervised.
     anchors [B, N]: after the last MTP layer has read all positions, only these roots are unrolled further, and the
     states are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv
-    1604.06174).
+    1604.06174). part: of rows that are split, without starts and anchors; then L is C, and embeds are [B, W, H].
     """
-    batch, length, width = embeds.shape
-    config = head.config
-    attention = TTTAttention(batch, length, config.sliding_window, starts)
+    batch, length, width = *features.shape[:2], embeds.shape[2]
+    config, first, whole = head.config, 0, length
+    if part is not None:
+        first, whole = part.begin, part.length
+    attention = TTTAttention(batch, whole, config.sliding_window, starts)
     attentions = [[attention] * config.layers for _ in range(config.mtp_layers)]
-    positions = torch.arange(length, device=embeds.device).expand(batch, -1)
-    roots, positions = positions, positions if starts is None else positions - starts
+    roots = torch.arange(length, device=embeds.device).expand(batch, -1)
+    positions = roots + first if starts is None else roots - starts
     hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
         mtp_layer = min(step, config.mtp_layers - 1)
@@ -211,8 +215,8 @@ def unroll(
                 hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
             )
             roots, positions = anchors, positions.gather(1, anchors)
-        at = (positions + step - mtp_layer).flatten()
-        run = partial(_one_pass, head, mtp_layer, attentions[mtp_layer], embeds, roots + 1 + step, at, length + steps)
+        at, following = (positions + step - mtp_layer).flatten(), roots + 1 + step
+        run = partial(_one_pass, head, mtp_layer, attentions[mtp_layer], embeds, following, at, whole + steps, part)
         if checkpointing and torch.is_grad_enabled():
             hidden, attentions[mtp_layer] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -228,6 +232,7 @@ def _one_pass(
     following: torch.Tensor,
     positions: torch.Tensor,
     reach: int,
+    part: RowPart | None,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, list[TTTAttention]]:
     """Run one step by an MTP layer; returns its states and its attentions after the step. `before` is not changed.
@@ -240,6 +245,8 @@ def _one_pass(
     read = read.masked_fill((following >= length)[:, :, None], 0.0)
     in_turn = iter(layers)
     attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
+    if part is not None:
+        attend = part.attending(attend, len(embeds))
     return head(read.flatten(0, 1), hidden, positions, attend, reach, mtp_layer), layers
 
 

@@ -28,10 +28,11 @@ from toolkit.data.batches import Batch
 from toolkit.heads.decoder_layer import AttendingLayer
 from toolkit.heads.draft_head import DraftHead, OutputMatrix, WarmStart
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
+from toolkit.infer.parallel.sharded_models import undivided
 from toolkit.log import get_logger
 from toolkit.recipe_yaml import RecipeError
 from toolkit.targets.facts import TargetFacts
-from toolkit.targets.features import AuxCapture
+from toolkit.targets.features import AuxCapture, run_body
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.load import unsharded
 from toolkit.targets.target import Target
@@ -156,8 +157,7 @@ def _states(
     capture = AuxCapture(target, captured) if captured else None
     try:
         for batch in batches:
-            last = target.body(input_ids=batch.input_ids.to(target.device), use_cache=False).last_hidden_state
-            inputs = [] if capture is None else capture.take_each()
+            last, inputs = run_body(target, batch.input_ids, capture=capture)
             yield batch, {None: last, **dict(zip(captured, inputs, strict=True))}
     finally:
         if capture is not None:
@@ -211,7 +211,7 @@ def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> list[
     If the head's layer reads the embedding and the hidden state, the target's projections go into the half for the
     hidden state; the first half, for the embedding, stays random with small values.
     """
-    with unsharded(theirs):
+    with unsharded(theirs), undivided(theirs):
         return _copy(layer, theirs, width)
 
 

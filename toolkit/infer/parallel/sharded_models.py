@@ -12,8 +12,10 @@ Shapes: N ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,12 @@ class Style:
     whole: bool = False
 
 
-def divide(model: nn.Module, styles: Mapping[str, Style]) -> None:
+Group = dist.ProcessGroup | None  # the ranks that share a model; None: all
+
+
+def divide(model: nn.Module, styles: Mapping[str, Style], group: Group = None) -> None:
     """Divide the linear layers at these paths. Raises ParallelError for another module, or an uneven width."""
-    size = dist.get_world_size()
+    size = dist.get_world_size(group)
     for path, style in styles.items():
         linear = model.get_submodule(path)
         if not isinstance(linear, nn.Linear):
@@ -54,48 +59,79 @@ def divide(model: nn.Module, styles: Mapping[str, Style]) -> None:
         width = linear.in_features if style.by_row else linear.out_features
         if width % size:
             raise ParallelError(
-                f"{path} is {width} wide, which {size} ranks cannot divide evenly; choose a tensor parallel size that "
+                f"{path} is {width} wide, which {size} ranks cannot divide evenly; choose a number of ranks that "
                 f"divides {width}"
             )
     for path, style in styles.items():
-        _divide(model.get_submodule(path), style)
+        _divide(model.get_submodule(path), style, group)
 
 
-def _divide(linear: Any, style: Style) -> None:
-    linear.weight = _part(linear.weight, 1 if style.by_row else 0)
+def _divide(linear: Any, style: Style, group: Group = None) -> None:
+    linear.division = style, group
+    linear.weight = _part(linear.weight, 1 if style.by_row else 0, group)
     if style.by_row:
-        if dist.get_rank():  # only rank 0 adds the bias
-            linear.register_parameter("bias", None)
+        if linear.bias is not None and dist.get_rank(group):  # only the first rank adds the bias
+            linear.bias = nn.Parameter(torch.zeros_like(linear.bias), requires_grad=False)
         if style.whole:
             linear.register_forward_pre_hook(_own_part)
         linear.register_forward_hook(_summed)
         return
     if linear.bias is not None:
-        linear.bias = _part(linear.bias, 0)
+        linear.bias = _part(linear.bias, 0, group)
     if style.whole:
         linear.register_forward_hook(_gathered)
 
 
-def _part(whole: Tensor, dim: int) -> nn.Parameter:
+def _part(whole: Tensor, dim: int, group: Group) -> nn.Parameter:
     """This rank's shard as a copy, so that the whole weight can be freed."""
-    part = whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    part = whole.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
-def _summed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-    dist.all_reduce(output)
+def _summed(linear: Any, args: Any, output: Tensor) -> Tensor:
+    dist.all_reduce(output, group=linear.division[1])
     return output
 
 
-def _gathered(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """All-gather of [..., width/N] -> [..., width]."""
-    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, output.contiguous())
-    return torch.cat(parts, dim=-1)
+def _gathered(linear: Any, args: Any, output: Tensor) -> Tensor:
+    return _joined(output, -1, linear.division[1])
 
 
-def _own_part(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (torch.chunk(args[0], dist.get_world_size(), dim=-1)[dist.get_rank()], *args[1:])
+def _joined(part: Tensor, dim: int, group: Group) -> Tensor:
+    """All-gather of the ranks' parts along `dim`."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+def _own_part(linear: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _, group = linear.division
+    return (torch.chunk(args[0], dist.get_world_size(group), dim=-1)[dist.get_rank(group)], *args[1:])
+
+
+def is_divided(module: nn.Module) -> bool:
+    return hasattr(module, "division")
+
+
+@contextmanager
+def undivided(layer: nn.Module) -> Iterator[None]:
+    """Gather the full weights of a layer's divided parts, to read them outside of its forward. All ranks must call
+    this."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for linear in filter(is_divided, layer.modules()):
+        style, group = linear.division  # type: ignore[misc]  # set by `_divide`
+        for part in linear.parameters(recurse=False):
+            parts.append((part, part.data))
+            if style.by_row and part.ndim == 1:  # a bias: zeros on all ranks but the first
+                part.data = part.data.clone()
+                dist.all_reduce(part.data, group=group)
+            else:
+                part.data = _joined(part.data, 1 if style.by_row else 0, group)
+    try:
+        yield
+    finally:
+        for shown, own in parts:
+            shown.data = own
 
 
 # By transformers' names; the names with _rep are from its first 5.x versions. None: replicated. (5.17 divides tied
@@ -125,28 +161,45 @@ def load_sharded_target(
     """
     styles = styles_of(load_config(name, revision)[0], ranks.size, str(name))
     ranks.join()
+    load = partial(load_target, name, revision=revision, device="cpu", runs_on=device, **options)
+    return divided_target(load, styles, device, ranks.in_turn)
 
-    def load() -> tuple[Target, torch.Tensor]:
-        target = load_target(name, revision=revision, device="cpu", runs_on=device, **options)
+
+def divided_target(
+    load: Callable[[], Target],
+    styles: Mapping[str, Style],
+    device: torch.device,
+    in_turn: Callable[[Callable[[], Any]], Any],
+    group: Group = None,
+    instead: str = INSTEAD,
+) -> Target:
+    """The target that `load` loads on the host, with this rank's shard of its layers on `device`.
+
+    styles: of `styles_of`. in_turn: calls a function on one rank after the other. instead: advice in errors.
+    Raises as `load_sharded_target`.
+    """
+
+    def load_part() -> tuple[Target, torch.Tensor]:
+        target = load()
         logits = _probe_logits(target)
-        _shard_layers(target, styles)
+        _shard_layers(target, styles, group)
         # Device only: a dtype here would also cast the rotary frequencies. (The type stub of `to` lacks self.)
         target.model.to(device)  # type: ignore[arg-type]
         return target, logits
 
-    target, wanted = ranks.in_turn(load)
+    target, wanted = in_turn(load_part)
     got = _probe_logits(target)
     difference = float((got - wanted).norm() / wanted.norm())
     if not difference <= (1e-3 if target.dtype == torch.float32 else 1e-1):
         raise UnsupportedTargetError(
-            f"{type(target.model).__name__}: divided among {ranks.size} ranks its logits differ from the whole model's "
-            f"by {difference:.2g} of their size; {INSTEAD}"
+            f"{type(target.model).__name__}: divided among {dist.get_world_size(group)} ranks its logits differ from "
+            f"the whole model's by {difference:.2g} of their size; {instead}"
         )
     return target
 
 
-def styles_of(config: PretrainedConfig, size: int, name: str) -> dict[str, Style]:
-    """Styles by layer name (numbers as *), from transformers' plan.
+def styles_of(config: PretrainedConfig, size: int, name: str, instead: str = INSTEAD) -> dict[str, Style]:
+    """Styles by layer name (numbers as *), from transformers' plan. instead: advice in errors.
 
     Raises ParallelError without a plan, for an unknown style, or for heads that `size` ranks cannot divide evenly."""
     text: Any = config.get_text_config(decoder=True)
@@ -155,14 +208,14 @@ def styles_of(config: PretrainedConfig, size: int, name: str) -> dict[str, Style
     styles = {key: style for key, value in plan.items() if (style := STYLES.get(value)) is not None}
     if not styles or unknown:
         why = f"its plan has unsupported styles ({', '.join(unknown)})" if unknown else "transformers has no plan"
-        raise ParallelError(f"{name} ({text.model_type}) cannot be divided among ranks: {why}; {INSTEAD}")
+        raise ParallelError(f"{name} ({text.model_type}) cannot be divided among ranks: {why}; {instead}")
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     by_heads = any(style == "colwise" and "att" in key for key, style in plan.items())
     if by_heads and (heads % size or key_heads % size):
         raise ParallelError(
             f"{name} has {heads} attention heads and {key_heads} key heads, which {size} ranks cannot divide evenly; "
-            "choose a tensor parallel size that divides both"
+            f"choose a number of ranks that divides both, or {instead}"
         )
     return styles
 
@@ -179,12 +232,12 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
         _shard_head(head, ranks)
 
 
-def _shard_layers(target: Target, styles: Mapping[str, Style]) -> None:
+def _shard_layers(target: Target, styles: Mapping[str, Style], group: Group) -> None:
     paths = [path for path, _ in target.body.named_modules()]
     plan = {path: style for path in paths if (style := styles.get(re.sub(r"\d+", "*", path))) is not None}
     if not plan:
         raise ParallelError(f"{target.name}: no layer has a name of transformers' plan ({', '.join(styles)})")
-    divide(target.body, plan)
+    divide(target.body, plan, group)
 
 
 @torch.inference_mode()
