@@ -42,6 +42,14 @@ def test_a_preset_is_a_kind_with_its_settings(tmp_path: Path) -> None:
     assert (head.kind, head.causal, head.markov_rank, train.unroll.step_decay) == ("dspark", True, 8, 1.0)
     by_file = load_recipe(write(tmp_path, MINIMAL + "train: {head: {kind: jetspec}}\n")).train.head
     assert (by_file.kind, by_file.causal, by_file.markov_rank) == ("dspark", True, 0)
+    corrected = load_recipe(write(tmp_path, MINIMAL), ["train.head.kind=jetspec", "train.head.correction=dfly"]).train
+    assert (corrected.head.causal, corrected.head.correction) == (True, "dfly")
+    assert "raise that, or set none" in refused(
+        write(tmp_path, MINIMAL), "train.head.kind=jetspec", "train.head.correction=markov"
+    )
+    assert "only the correction markov has a rank" in refused(
+        write(tmp_path, MINIMAL), "train.head.kind=dspark", "train.head.correction=dfly", "train.head.markov_rank=8"
+    )
     assert "train.head.causal = true: only dspark heads" in refused(write(tmp_path, MINIMAL), "train.head.causal=true")
 
 
