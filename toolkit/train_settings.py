@@ -43,8 +43,8 @@ class HeadSettings:
     correction: Literal["none", "markov", "dfly", "selector"] | None = setting(
         None,
         "dspark: how scores depend on the token before. markov: a bias of low rank; dfly: its embedding corrects the "
-        "state; selector: scores of its pairs with the 16 best tokens; none: not at all, the masks alone draft, and there "
-        "is no confidence (DFlash); null: markov",
+        "state; selector: scores of its pairs with the 16 best tokens; none: not at all, without a confidence, and the "
+        "masks alone draft (DFlash); null: markov",
     )
     markov_rank: NonNegativeInt = setting(64, "dspark: rank of the Markov bias; 0: no correction")
     causal: bool = setting(False, "dspark: a place of the block sees no later one (JetSpec)")

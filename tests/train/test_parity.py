@@ -117,7 +117,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
             states = torch.stack([state[0, root] for state in steps])
             if block:
                 states = model.head.after(states, tree.tokens[row, :STEPS], tiny_target.embed_tokens)
-            logits = model.score(states, plain_scores)
+            logits = model.score(states, lambda x, rows, *_, **own: plain_scores(x, rows, **own))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()

@@ -207,16 +207,9 @@ def selected(scores: Tensor, pairs: Pairs) -> Tensor:
     return every.scatter(-1, ids.expand_as(values), values)
 
 
-def plain_scores(
-    states: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None = None,
-    finish: Callable[[Tensor], Tensor] | None = None,
-    pairs: Pairs | None = None,
-) -> Tensor:
+def plain_scores(states: Tensor, matrix: Tensor, pairs: Pairs | None = None) -> Tensor:
     """The `Project` that returns the scores [.., D] themselves."""
-    scores = F.linear(states, matrix, bias)
-    scores = scores if finish is None else finish(scores)
+    scores = F.linear(states, matrix)
     return scores if pairs is None else selected(scores, pairs)
 
 
