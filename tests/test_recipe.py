@@ -42,6 +42,11 @@ def test_a_preset_is_a_kind_with_its_settings(tmp_path: Path) -> None:
     assert (head.kind, head.causal, head.markov_rank, train.unroll.step_decay) == ("dspark", True, 8, 1.0)
     by_file = load_recipe(write(tmp_path, MINIMAL + "train: {head: {kind: jetspec}}\n")).train.head
     assert (by_file.kind, by_file.causal, by_file.markov_rank) == ("dspark", True, 0)
+    corrected = load_recipe(write(tmp_path, MINIMAL), ["train.head.kind=jetspec", "train.head.correction=dfly"]).train
+    assert (corrected.head.causal, corrected.head.correction) == (True, "dfly")
+    for correction, rank, says in (("markov", 0, "raise that, or set none"), ("dfly", 8, "only the correction markov")):
+        given = f"train.head.correction={correction}", f"train.head.markov_rank={rank}"
+        assert says in refused(write(tmp_path, MINIMAL), "train.head.kind=dspark", *given)
     assert "train.head.causal = true: only dspark heads" in refused(write(tmp_path, MINIMAL), "train.head.causal=true")
 
 

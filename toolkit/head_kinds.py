@@ -34,7 +34,14 @@ HEAD_KINDS = {
     ),
     "dspark": HeadKind(
         "DSparkHead",
-        ("head.aux_layer_ids", "head.lm_head", "head.markov_rank", "head.mask_token_id", "head.causal"),
+        (
+            "head.aux_layer_ids",
+            "head.lm_head",
+            "head.correction",
+            "head.markov_rank",
+            "head.mask_token_id",
+            "head.causal",
+        ),
         block=True,
     ),
     "mtp": HeadKind(

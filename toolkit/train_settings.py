@@ -40,9 +40,13 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    markov_rank: NonNegativeInt = setting(
-        64, "dspark: rank of the bias of a token; 0: no bias and no confidence, and the masks alone draft (DFlash)"
+    correction: Literal["none", "markov", "dfly", "selector"] | None = setting(
+        None,
+        "dspark: how scores depend on the token before. markov: a bias of low rank; dfly: its embedding corrects the "
+        "state; selector: scores of its pairs with the 16 best tokens; none: not at all, without a confidence, and the "
+        "masks alone draft (DFlash); null: markov",
     )
+    markov_rank: NonNegativeInt = setting(64, "dspark: rank of the Markov bias; 0: no correction")
     causal: bool = setting(False, "dspark: a place of the block sees no later one (JetSpec)")
     mask_token_id: NonNegativeInt | None = setting(None, "dspark: id of the masks; null: the last one")
     init: NewWeights = setting(
@@ -229,6 +233,10 @@ class TrainSettings:
         sees = head.sliding_window is None or (head.sliding_window >= steps and not HEAD_KINDS[head.kind].block)
         said = f"a window holds at least ttt_steps ({steps}) positions, dspark heads have none; raise it, or set null"
         yield "head.sliding_window", sees, said
+        ranked = head.correction != "markov" or head.markov_rank > 0
+        yield "head.correction", ranked, "the bias needs train.head.markov_rank above 0; raise that, or set none"
+        ranks = head.correction in (None, "markov") or head.markov_rank in (0, type(head).markov_rank)
+        yield "head.markov_rank", ranks, "only the correction markov has a rank; leave it out"
         native = head.init != "native" or HEAD_KINDS[head.kind].native
         yield "head.init", native, "native modules are mtp heads; set it to target or random"
         said = f"training reaches ttt_steps ({steps}) layers only; lower it, or raise train.unroll.ttt_steps"

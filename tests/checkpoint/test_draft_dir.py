@@ -81,6 +81,8 @@ ROUND_TRIPS = [
     (MtpHead, {"num_mtp_layers": 3, "embedding_first": False, "target_hidden": "pre_norm"}, 0),
     (DSparkHead, {**DSPARK, "confidence_with_markov": False}, 5),
     (DSparkHead, {**DSPARK, "own_output": False}, 0),
+    (DSparkHead, {**DSPARK, "correction": "dfly"}, 5),
+    (DSparkHead, {**DSPARK, "correction": "selector"}, 5),
     (DSparkHead, {**DSPARK, "sample_from_anchor": False, "markov_rank": 0, "confidence_with_markov": False}, 5),
 ]
 

@@ -47,7 +47,7 @@ ROUND_TRIPS = [
     ("dspark", "sglang", SHARED),
     ("dspark", "sglang", {**SHARED, **DFLASH}),
     ("dspark", "vllm", {**DFLASH, "causal": True}),
-    ("dspark", "toolkit", {"causal": True}),
+    ("dspark", "toolkit", {"causal": True, "correction": "dfly"}),
 ]
 
 

@@ -308,6 +308,8 @@ DSPARK_HEADS = {
     "dspark-shared": {"markov_rank": 4, "own_output": False, "confidence_with_markov": False},
     "dflash": {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "own_output": False},
     "dspark-causal": {"markov_rank": 4, "causal": True},
+    "dspark-dfly": {"correction": "dfly", "causal": True},
+    "dspark-selector": {"correction": "selector", "own_output": False},
 }
 
 

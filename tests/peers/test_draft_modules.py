@@ -127,7 +127,7 @@ def block_of(head, target, features, ids, anchor: int) -> tuple[torch.Tensor, to
     states = head(root, hidden[-1:].expand(size, -1), anchor + torch.arange(size), attend, T)
     drafts = head.config.drafts_at_once
     before = ids[anchor : anchor + drafts]
-    read = head.after(states[size - drafts :], before, target.embed_tokens(before))
+    read = head.after(states[size - drafts :], before, target.embed_tokens)
     if head.config.own_output:
         return head.logits(read), head.confident(read)
     return head.extended(torch.nn.functional.linear)(read, target.lm_head.weight), head.confident(read)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.infer.conftest import rows_of
 from tests.train.conftest import answered, answers_of, fit
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.correction import plain_scores
 from toolkit.heads.dspark import DSparkConfig, DSparkHead
 from toolkit.infer.drafters.block_drafter import BlockRollout
 from toolkit.infer.drafters.draft_rollout import DraftRollout
@@ -33,6 +34,8 @@ KINDS = {
     "mtp-two-layers": {"kind": "mtp", "layers": 2},
     "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
     "jetspec": {"kind": "dspark", "layers": 2, "markov_rank": 0, "causal": True},
+    "dfly": {"kind": "dspark", "correction": "dfly", "causal": True},
+    "selector": {"kind": "dspark", "correction": "selector"},
 }
 
 
@@ -112,8 +115,8 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
             steps = (unroll_blocks if block else unroll)(model.head, inputs.aux, inputs.embeds, STEPS)
             states = torch.stack([state[0, root] for state in steps])
             if block:
-                states = model.head.after(states, tree.tokens[row, :STEPS])
-            logits = model.score(states, lambda x, rows, *_: F.linear(x, rows))
+                states = model.head.after(states, tree.tokens[row, :STEPS], tiny_target.embed_tokens)
+            logits = model.score(states, lambda x, rows, *_, **own: plain_scores(x, rows, **own))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()

@@ -233,6 +233,21 @@ def test_the_regression_reads_no_more_tokens_than_it_may(tiny_target, tiny_draft
         TrainSettings(head=HeadSettings(init="random", start_tokens=300))
 
 
+@pytest.mark.parametrize("correction", ["dfly", "selector"])
+def test_a_new_correction_changes_nothing(tiny_target, correction):
+    """Else its random weights spoil the first steps. One factor is zero alone: with two, none would ever learn."""
+    settings = TrainSettings(head=HeadSettings(kind="dspark", correction=correction))
+    plan = plan_head(settings, tiny_target, TokenMap.from_ids(range(90), tiny_target.vocab_size))
+    head = start_head(plan, settings, tiny_target, seed=0)
+    states, parents = torch.randn(5, tiny_target.hidden_size), torch.arange(5)
+    scores = head.logits(head.after(states, parents, tiny_target.embed_tokens))
+    best = scores.max(-1)
+    plain = head.lm_head(head.normed(states)).max(-1)
+    assert torch.equal(best.indices, plain.indices) and torch.equal(best.values, plain.values)
+    zero = {name for name, one in head.named_parameters() if one.dim() > 1 and not one.any()}
+    assert zero == set(head.zeroed) and len(zero) == 1
+
+
 def test_a_mask_token_without_an_embedding_is_refused(tiny_target):
     """Ids that no text has may have zeros; all masks of a block would then be alike, whatever they stand for."""
     settings = TrainSettings(head=HeadSettings(kind="dspark", mask_token_id=9))

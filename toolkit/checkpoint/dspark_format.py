@@ -129,7 +129,10 @@ def _refuse(config: DSparkConfig, to: str, facts: TargetFacts) -> None:
     family = str(getattr(facts.config, "model_type", ""))
     ids, last = config.aux_layer_ids, facts.n_layers - (to == "sglang")
     why = None
-    if config.causal and to != "vllm":
+    if config.correction not in ("markov", "none"):
+        why = f"its correction is {config.correction}, which no other engine computes; serve it with `toolkit serve`, "
+        why += "or train one with train.head.correction=markov"
+    elif config.causal and to != "vllm":
         engine = {"sglang": "SGLang", "speculators": "speculators"}[to]
         why = f"its blocks are causal, and {engine} lets each place see its whole block: other, worse drafts; --to vllm"
         why += " is possible"

@@ -118,6 +118,11 @@ class DraftHead(nn.Module, ABC):
         """Take another draft vocabulary, apart from the output matrix: places [D] of its ids in the old one, -1 if that
         lacks them."""
 
+    @property
+    def zeroed(self) -> tuple[str, ...]:
+        """Names of the parameters that start at zero in a new head."""
+        return ()
+
     def read_target(self, embed: Callable[[Tensor], Tensor]) -> None:
         """Take what the head holds of the target's embedding: ids [n] -> [n, H]. Called before the first forward, and
         when the target's weights have changed."""

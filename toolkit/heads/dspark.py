@@ -2,7 +2,7 @@
 serve and train.
 
 Shapes: T tokens, n blocks of b places, Ht target hidden size, H head hidden size, A auxiliary layers, D draft
-vocabulary, V target vocabulary, r rank of the Markov bias.
+vocabulary, V target vocabulary, r what a correction reads beside the state.
 
     position        0 ..  t            t+1          t+2       ..  t+b
     token           x_0   x_t          x_{t+1}      mask          mask
@@ -14,8 +14,8 @@ vocabulary, V target vocabulary, r rank of the Markov bias.
 In a causal head (JetSpec, arXiv 2606.18394) a query sees the places of its block up to its own.
 
 The layers are Qwen3's. A query is the target's embedding of x_{t+1} or of one mask token; the features reach it by the
-attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r,
-`markov_w2(markov_w1[x])`, that depends on the token x before the predicted one; DFlash has none.
+attention alone: `fc` and one norm, then the keys and values of every layer. DSpark's logits get a bias of rank r that
+depends on the token before the predicted one; DFlash has none. `correction.py` has this bias and others in its place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.heads.correction import CORRECTIONS, Correction, Embed, Serving, plain_scores
 from toolkit.heads.decoder_layer import Attend, DecoderLayer, RMSNorm, Rope
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import AuxHeadConfig, EngineNames, HeadError
@@ -42,12 +42,14 @@ Write = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class DSparkConfig(AuxHeadConfig):
-    """block_size: places of a block, b. markov_rank: r; 0 means no bias. mask_token_id: whose embedding the masks are.
+    """block_size: places of a block, b. correction: see `correction.py`. markov_rank: of the Markov bias; 0 without one
+    ("markov" with rank 0 is "none"). mask_token_id: whose embedding the masks are.
     sample_from_anchor: the first place drafts too (DSpark), else the masks alone do (DFlash). confidence: the head says
     how sure a draft is; confidence_with_markov: from what the bias reads, too. own_output: the head has an output
     matrix; else it scores by the target's. causal: a place of the block sees no later place.
 
-    Raises HeadError for less than two places, a sliding window or a mask token outside of the vocabulary.
+    Raises HeadError for an unknown correction, less than two places, a sliding window or a mask token outside of the
+    vocabulary.
     """
 
     kind = "dspark"
@@ -63,8 +65,17 @@ class DSparkConfig(AuxHeadConfig):
     confidence_with_markov: bool = True
     own_output: bool = True
     causal: bool = False
+    correction: str = "markov"
 
     def __post_init__(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise HeadError(
+                f"dspark config: correction is {self.correction!r}; one of {', '.join(CORRECTIONS)} is needed"
+            )
+        if self.correction == "markov" and not self.markov_rank:
+            object.__setattr__(self, "correction", "none")
+        elif self.correction != "markov":
+            object.__setattr__(self, "markov_rank", 0)
         if self.block_size < 2:
             raise HeadError(f"dspark config: block_size is {self.block_size}; at least 2 is needed")
         if self.sliding_window is not None:
@@ -96,9 +107,11 @@ class DSparkConfig(AuxHeadConfig):
 
     @classmethod
     def settings_fields(cls, settings: HeadSettings) -> dict[str, Any]:
-        """As of `AuxHeadConfig`. Without a bias the head is DFlash's, the one such form that other engines serve."""
+        """As of `AuxHeadConfig`. Without a correction the head is DFlash's, which other engines serve."""
         dflash = dict.fromkeys(("sample_from_anchor", "confidence", "confidence_with_markov"), False)
-        return super().settings_fields(settings) | ({} if settings.markov_rank else dflash)
+        correction = settings.correction or ("markov" if settings.markov_rank else "none")
+        own = super().settings_fields(settings) | {"correction": correction}
+        return own | dflash if correction == "none" else own
 
     @classmethod
     def from_settings(
@@ -112,15 +125,6 @@ class DSparkConfig(AuxHeadConfig):
         return replace(built, mask_token_id=vocab_size - 1 if given is None else given)
 
 
-class MarkovHead(nn.Module):
-    """`markov_w1` [V, r] reads the token before, `markov_w2` [D, r] gives the bias."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = OutputMatrix(config.markov_rank, config.draft_vocab_size, bias=False)
-
-
 class ConfidenceHead(nn.Module):
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -129,7 +133,8 @@ class ConfidenceHead(nn.Module):
 
 class DSparkHead(DraftHead):
     """`fc`, `hidden_norm`, `layers.N.*`, `norm`, `lm_head` (if own_output), `markov_head.{markov_w1, markov_w2}`,
-    `confidence_head.proj`, the names of DSpark's checkpoints. The embedding is the target's.
+    `confidence_head.proj`, the names of DSpark's checkpoints; another correction has its own name in place of
+    `markov_head`. The embedding is the target's.
 
     mask [1, H]: the embedding of the mask token, the target's; not stored with the head. has_confidence: whether
     `confident` says something.
@@ -151,7 +156,8 @@ class DSparkHead(DraftHead):
         self.norm = RMSNorm(width, eps=eps)
         if config.own_output:
             self.lm_head = OutputMatrix(width, config.draft_vocab_size, bias=False)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        kind = CORRECTIONS[config.correction]
+        self.add_module(kind.name, kind(config))
         columns = width + (config.markov_rank if config.confidence_with_markov else 0)
         self.confidence_head = ConfidenceHead(columns) if config.confidence else None
         self.has_confidence = config.confidence
@@ -201,54 +207,37 @@ class DSparkHead(DraftHead):
 
     # -- logits --------------------------------------------------------------------------------------------------------
 
-    def before(self, tokens: Tensor) -> Tensor | None:
-        """What the Markov bias reads of the tokens before the predicted ones: ids [...] -> [..., r]; None without a
-        bias."""
-        return None if self.markov_head is None else self.markov_head.markov_w1(tokens)
+    @property
+    def correction(self) -> Correction:
+        found: Any = getattr(self, CORRECTIONS[self.config.correction].name)
+        return found
 
-    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
+    @property
+    def zeroed(self) -> tuple[str, ...]:
+        return tuple(f"{self.correction.name}.{name}" for name in self.correction.zeroed)
+
+    def after(self, states: Tensor, tokens: Tensor, embed: Embed) -> Tensor:
         """Outputs of `forward` [..., H] and ids [...] of the tokens before the predicted ones -> [..., H + r], the
-        input of `logits` and `confident`."""
-        normed, before = self.normed(states), self.before(tokens)
-        return normed if before is None else torch.cat((normed, before.to(normed.dtype)), dim=-1)
-
-    def bias_rows(self) -> Tensor | None:
-        """The second factor of the bias, [r, D]; None without a bias."""
-        return None if self.markov_head is None else self.markov_head.markov_w2.weight.T.clone()
+        input of `logits` and `confident`. embed: gives the target's embeddings of these tokens."""
+        return self.correction.read(self.normed(states), tokens, embed)
 
     def extended(self, project: Project) -> Project:
-        """`project` as it is called with outputs of `after` [T, H + r] and an output matrix [D, H], beside which stands
-        that of the bias: [D, H + r]."""
-        markov = self.markov_head
-        if markov is None:
-            return project
+        return self.correction.extended(project)
 
-        def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
-            if more and more[-1] is not None:
-                raise HeadError(
-                    "the target has a logit factor or soft cap, which other engines do not apply to the bias of a "
-                    "DSpark head; train a head with an output matrix of its own"
-                )
-            # A sharded weight is whole only inside its layer's forward.
-            return markov.markov_w2(
-                states, lambda x, bias: project(x, torch.cat((matrix, bias.to(matrix.dtype)), dim=1), *more)
-            )
-
-        return joined
-
-    def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """Outputs of `after` [T, H + r] -> logits [T, D] with the Markov bias, or the result of `project`."""
+    def logits(self, states: Tensor, project: Project = plain_scores) -> Any:
+        """Outputs of `after` [T, H + r] -> corrected logits [T, D], or the result of `project`."""
         if not self.config.own_output:
             return super().logits(states, project)
         return self.lm_head(states, self.extended(project))
 
+    def scores(self, states: Tensor, base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
+        """Corrected logits [B, n, D] of the children of parents [B, n]. states: outputs of `forward` [B, n, H] at their
+        place, base [B, n, D]: logits of these without a correction; or one of each for all parents of a row."""
+        return self.correction.scores(lambda: self.normed(states), base, parents, serving)
+
     @torch.no_grad()
     def map_rows(self, places: Tensor) -> None:
-        if self.markov_head is not None:
-            old = self.markov_head.markov_w2.weight
-            new = OutputMatrix(self.config.markov_rank, len(places), bias=False).to(old)
-            new.weight.copy_(old[places.clamp(min=0)] * (places >= 0).to(old.dtype)[:, None])
-            self.markov_head.markov_w2 = new
+        self.correction.map_rows(places)
 
     def confident(self, states: Tensor) -> Tensor | None:
         """Outputs of `after` -> logit [...] of the chance that the target accepts the draft, if it accepts those

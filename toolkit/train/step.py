@@ -151,7 +151,8 @@ class TrainedHead(nn.Module):
         choice = draft_choice[rows]
         if block is not None:  # the token before the predicted one is that of the teacher's row
             assert before is not None, "a block drafter needs them"
-            states = block.after(states, before[rows])
+            places = supervision.teacher_positions[rows]
+            states = block.after(states, before[rows], lambda _tokens: embeds.flatten(0, 1)[places])
         if teacher is None:
             best = self.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))

@@ -53,13 +53,13 @@ RIDGE = 1e-3
 CONCATENATED_INPUT = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
-def initialise_random(head: nn.Module, seed: int) -> None:
-    """Normal weights of standard deviation 0.02 and biases at zero, as EAGLE-3 was published; a new head's norms are at
-    one as they are. Draws from a generator of its own."""
+def initialise_random(head: DraftHead, seed: int) -> None:
+    """Normal weights of standard deviation 0.02 and biases at zero, as EAGLE-3 was published, and `DraftHead.zeroed`; a
+    new head's norms are at one as they are. Draws from a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.dim() == 1 and name.endswith("bias"):
+            if name in head.zeroed or (parameter.dim() == 1 and name.endswith("bias")):
                 parameter.zero_()
             elif parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * RANDOM_STD)
@@ -422,7 +422,8 @@ def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSett
     }
     read = {**has, "aux_layer_ids": config.features.aux_layer_ids}
     read |= {
-        name: getattr(config, name, getattr(HeadSettings, name)) for name in ("markov_rank", "mask_token_id", "causal")
+        name: getattr(config, name, getattr(HeadSettings, name))
+        for name in ("correction", "markov_rank", "mask_token_id", "causal")
     }
     wrong = [name for name in changed(settings.head, *read) if getattr(settings.head, name) != read[name]]
     if wrong:

@@ -17,6 +17,7 @@ from tests.infer.drafters.conftest import (
     ragged_prompts,
     settings,
 )
+from toolkit.heads.correction import plain_scores
 from toolkit.infer.drafters import block_drafter, head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveShape, Plan
 from toolkit.infer.engine.engine import Engine
@@ -32,13 +33,11 @@ def draft(small_target, request):
 
 def scores_of(target, draft, state: torch.Tensor, before: int) -> torch.Tensor:
     """The definition: logits [D] of a draft by its state [H], after the token `before`."""
-    head, token = draft.head, torch.tensor([before])
-    read = head.after(state[None], token)
+    head = draft.head
+    read = head.after(state[None], torch.tensor([before]), target.embed_tokens)
     if head.config.own_vocabulary:
         return head.logits(read)[0]
-    width = head.config.hidden_size
-    scores = read[:, :width] @ target.lm_head.weight.T
-    return (scores if head.markov_head is None else scores + read[:, width:] @ head.markov_head.markov_w2.weight.T)[0]
+    return head.extended(plain_scores)(read, target.lm_head.weight)[0]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,8 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
     assert not probes or any(ranks for seen in chooser.seen.values() for _, ranks in seen)
 
 
-def test_trees_have_the_bias_of_each_path(small_target, draft):
-    """All candidates of four levels. With the bias of another node's token, siblings' children would be alike."""
+def test_trees_have_the_correction_of_each_path(small_target, draft):
+    """All candidates of four levels. With that of another node's token, siblings' children would be alike."""
     engine = engine_after_steps(small_target, draft, "4,3,31", 5)
     tree = proposed(engine)
     for row, request in enumerate(engine._running):

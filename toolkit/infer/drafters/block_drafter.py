@@ -15,7 +15,7 @@ values of the target's features; those of the block stand after them for one pas
 A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1. Places of a block see each
 other as in training: all of them, or of a causal head those before.
 
-In a tree the nodes of a level differ by the bias of their own token alone.
+In a tree the nodes of a level differ by the correction of their own token alone (`heads/correction.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.correction import Serving
 from toolkit.heads.decoder_layer import using
 from toolkit.heads.dspark import DSparkHead
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
@@ -43,22 +44,24 @@ from toolkit.targets.target import Target
 
 
 class BlockReader(HeadReader):
-    """`read` writes known positions to the cache; `draft` runs a block; `logits` adds the Markov bias.
-
-    _bias [r, D]: the second factor of the bias; None without a bias.
-    """
+    """`read` writes known positions to the cache; `draft` runs a block; `logits` corrects its scores by the tokens
+    before."""
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
         self._block = block_of(head)
-        self._bias = bias_of_map(head)
+        self._serving = Serving(lambda ids: self._embed(ids).to(self.dtype), head.scores, self._rows())
 
     def weights_changed(self) -> None:
-        """Computes the bias again, in place: recorded rounds read it."""
-        if self._bias is not None:
-            bias = bias_of_map(self.head)
-            assert bias is not None, "it had one"
-            self._bias.copy_(bias)
+        """Copies the rows again, in place: recorded rounds read them."""
+        if self._serving.rows is not None:
+            rows = self._rows()
+            assert rows is not None, "it had some"
+            self._serving.rows.copy_(rows)
+
+    def _rows(self) -> Tensor | None:
+        """The correction's weights of the draft vocabulary. Those of a head without an output matrix are of all ids."""
+        return self._block.correction.rows(None if self.head.config.own_vocabulary else self.head.to_target)
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
@@ -82,28 +85,22 @@ class BlockReader(HeadReader):
         size = positions.shape[1]
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
+    def scores(self, states: Tensor) -> Tensor:
+        """States [B, n, H] -> the `scores` [B, n, D] of `logits`, of no width if the correction does not read them."""
+        return self.head.logits(0, states) if self._block.correction.reads_scores else states[..., :0]
+
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
         """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
         the nodes of a level."""
-        if self._bias is not None:
-            given = self._block.before(before)
-            assert given is not None, "a head with a bias reads the token before"
-            return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
-        return scores.expand(-1, before.shape[1], -1)
+        with using(self.head.ops):
+            return self._block.scores(states, scores, before, self._serving)
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:
         """Chance [B, n] that the target accepts the draft of states [B, n, H], after tokens [B, n], if it accepts those
         before. Only of heads that say it."""
-        odds = self._block.confident(self._block.after(states, before))
+        odds = self._block.confident(self._block.after(states, before, self._serving.embed))
         assert odds is not None, "checked when the draft was loaded"
         return odds.float().sigmoid()
-
-
-def bias_of_map(head: DraftingHead) -> Tensor | None:
-    """Returns the second factor of the Markov bias for the ids of the token map, [r, D]; None without a bias."""
-    rows = block_of(head).bias_rows()
-    # A head without an output matrix has a bias for every id.
-    return rows if rows is None or head.config.own_vocabulary else rows[:, head.to_target]
 
 
 def block_of(head: DraftingHead) -> DSparkHead:
@@ -144,7 +141,7 @@ class BlockRollout(DraftRollout):
         return self.block[:, self._place, None]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [B, n, D] at the current place, with the bias of each token before."""
+        """Returns the logits [B, n, D] at the current place, corrected by each token before."""
         logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
         return logits if self.within is None else self.within(logits)
 
@@ -169,7 +166,7 @@ class BlockRollout(DraftRollout):
         metadata = tree_metadata(self._reader.caches[0], self._table, lengths, self._reach, sees, None)
         states = self._reader.draft(self._before, hidden, lengths[:, None] + places, metadata, self._reach)
         self.block = states[:, self._first_draft :]
-        self._scores = self._reader.head.logits(0, self.block[:, : self._levels_drafted])
+        self._scores = self._reader.scores(self.block[:, : self._levels_drafted])
 
 
 @cache  # never freed: recorded rounds read them

@@ -1,0 +1,229 @@
+"""Corrections of a block drafter's scores by the token before the predicted one, its parent.
+
+One pass scores all places of a block before any of its tokens is chosen; a correction tells the children of one parent
+from those of another. With x the parent, h the normed state of the place, e(x) the target's embedding of x and s(h) the
+scores of the output matrix:
+
+    none       s(h)
+    markov     s(h) + markov_w2(markov_w1[x])                     DSpark (arXiv 2607.05147)
+    dfly       s(h + SwiGLU([norm(h), norm(e(x))]))               DFly (Tencent's AngelSpec)
+    selector   s(h)[v] + <A[x] * (1 + gate(h)), B[v]> for the     DFlash2, whose gate has no 1 and no bias
+               16 best v of s(h); the others are not drafted
+
+Training reads `read` and `extended`, with all parents known; drafting reads `scores`, place by place.
+
+Shapes: H head hidden size, D draft vocabulary, V target vocabulary, r rank, k candidates, n parents of a place. In
+drafting B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.heads.decoder_layer import RMSNorm
+from toolkit.heads.draft_head import OutputMatrix, Project
+from toolkit.heads.head_config import HeadError
+
+if TYPE_CHECKING:
+    from toolkit.heads.dspark import DSparkConfig
+
+Embed = Callable[[Tensor], Tensor]  # ids [..] -> the target's embeddings [.., H]
+Pairs = tuple[Tensor, Tensor]  # the factors of the selector's pair scores: of parent and state [.., r], of ids [D, r]
+
+# The selector's rank and candidates, as published.
+SELECTOR_RANK, CANDIDATES = 256, 16
+# Subtracted from the scores of ids that are no candidates. Not infinity: a grammar may allow none but these.
+OUTSIDE = 100.0
+
+
+class Serving(NamedTuple):
+    """What a drafter has for `scores`. output: normed states [.., H] -> scores [.., D]; rows: of `Correction.rows`."""
+
+    embed: Embed
+    output: Callable[[Tensor], Tensor]
+    rows: Tensor | None
+
+
+class Correction(nn.Module):
+    """No correction, and what each of the others defines.
+
+    name: of its parameters in the head. zeroed: its parameters that start at zero, so that a new head has the scores of
+    its states. reads_scores: `scores` reads the scores of the states.
+    """
+
+    name: ClassVar[str] = "uncorrected"
+    zeroed: ClassVar[tuple[str, ...]] = ()
+    reads_scores: ClassVar[bool] = True
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+
+    def read(self, normed: Tensor, parents: Tensor, embed: Embed) -> Tensor:
+        """The input of the output layer in training: normed states [.., H] and parents [..] -> [.., H or H + r]."""
+        return normed
+
+    def extended(self, project: Project) -> Project:
+        """`project` as it is called with outputs of `read` and an output matrix [D, H]."""
+        return project
+
+    def rows(self, ids: Tensor | None) -> Tensor | None:
+        """A copy of the weights with a row for each draft id, for these ids [D] (None: all); None without such."""
+        return None
+
+    def map_rows(self, places: Tensor) -> None:
+        """As `DraftHead.map_rows`."""
+
+    def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
+        """Scores [B, n, D] of the children of parents [B, n]. normed: gives the normed states [B, n, H] of the place,
+        base [B, n, D]: the scores of these; or one of each for all parents of a row."""
+        return base.expand(-1, parents.shape[1], -1)
+
+
+class MarkovHead(Correction):
+    """`markov_w1` [V, r] reads the parent, `markov_w2` [D, r] gives the bias."""
+
+    name = "markov_head"
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = OutputMatrix(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def read(self, normed: Tensor, parents: Tensor, embed: Embed) -> Tensor:
+        return torch.cat((normed, self.markov_w1(parents).to(normed.dtype)), dim=-1)
+
+    def extended(self, project: Project) -> Project:
+        """The bias' matrix stands beside the output matrix: [D, H + r]."""
+
+        def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
+            _refuse_finished(more)
+            # A sharded weight is whole only inside its layer's forward.
+            return self.markov_w2(
+                states, lambda x, bias: project(x, torch.cat((matrix, bias.to(matrix.dtype)), dim=1), *more)
+            )
+
+        return joined
+
+    def rows(self, ids: Tensor | None) -> Tensor:
+        rows = self.markov_w2.weight.T
+        return rows.clone() if ids is None else rows[:, ids]
+
+    def map_rows(self, places: Tensor) -> None:
+        self.markov_w2 = _mapped(self.markov_w2, places)
+
+    def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
+        assert serving.rows is not None, "the bias has rows"
+        return base + self.markov_w1(parents).to(base.dtype) @ serving.rows.to(base.dtype)
+
+
+class DFlyCorrection(Correction):
+    """Corrects the state before the output matrix, as wide as the state inside."""
+
+    name, zeroed, reads_scores = "dfly", ("down_proj.weight",), False
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.state_norm, self.embed_norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
+        self.gate_proj, self.up_proj = (nn.Linear(2 * width, width, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(width, width, bias=False)
+
+    def read(self, normed: Tensor, parents: Tensor, embed: Embed) -> Tensor:
+        state = self.state_norm(normed).expand(*parents.shape, -1)
+        both = torch.cat((state, self.embed_norm(embed(parents).to(normed.dtype))), dim=-1)
+        return normed + self.down_proj(F.silu(self.gate_proj(both)) * self.up_proj(both))
+
+    def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
+        return serving.output(self.read(normed(), parents, serving.embed))
+
+
+class SelectorCorrection(Correction):
+    """`predecessor` [V, r] and `gate` [H -> r] read parent and state, `successor` [D, r] the candidates. It adds a loss
+    of its own (`train/loss.py`) to that of the uncorrected scores, which must find the candidates."""
+
+    name, zeroed = "selector", ("successor.weight",)
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.predecessor = nn.Embedding(config.vocab_size, SELECTOR_RANK)
+        # A gate that starts at 1 learns a pair of tokens from its first occurrence in any state.
+        self.gate = nn.Linear(config.hidden_size, SELECTOR_RANK)
+        self.successor = OutputMatrix(SELECTOR_RANK, config.draft_vocab_size, bias=False)
+
+    def _factor(self, normed: Tensor, parents: Tensor) -> Tensor:
+        return self.predecessor(parents).to(normed.dtype) * (1 + self.gate(normed))
+
+    def read(self, normed: Tensor, parents: Tensor, embed: Embed) -> Tensor:
+        return torch.cat((normed, self._factor(normed, parents)), dim=-1)
+
+    def extended(self, project: Project) -> Project:
+        """`project` gets the factors of the pair scores as `pairs`."""
+
+        def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
+            _refuse_finished(more)
+            normed, factor = states[..., :-SELECTOR_RANK], states[..., -SELECTOR_RANK:]
+            return self.successor(factor, lambda x, rows: project(normed, matrix, *more, pairs=(x, rows)))
+
+        return joined
+
+    def rows(self, ids: Tensor | None) -> Tensor:
+        rows = self.successor.weight
+        return rows.clone() if ids is None else rows[ids]
+
+    def map_rows(self, places: Tensor) -> None:
+        self.successor = _mapped(self.successor, places)
+
+    def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
+        assert serving.rows is not None, "each id has a row"
+        return selected(base, (self._factor(normed(), parents), serving.rows))
+
+
+# By the value of train.head.correction.
+CORRECTIONS: dict[str, type[Correction]] = {
+    "none": Correction,
+    "markov": MarkovHead,
+    "dfly": DFlyCorrection,
+    "selector": SelectorCorrection,
+}
+
+
+def candidates(scores: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Scores [.., D] -> the ids [.., k] of the best, and their scores with those of the pairs, [.., k]."""
+    factor, rows = pairs
+    best = scores.topk(min(CANDIDATES, scores.shape[-1]), dim=-1)
+    added = rows[best.indices].to(scores.dtype) @ factor.to(scores.dtype)[..., None]
+    return best.indices, best.values + added.squeeze(-1)
+
+
+def selected(scores: Tensor, pairs: Pairs) -> Tensor:
+    """Scores [.., D] with those of the pairs; ids that are no candidates come after all candidates."""
+    ids, values = candidates(scores, pairs)
+    every = (scores - OUTSIDE).expand(*values.shape[:-1], -1)
+    return every.scatter(-1, ids.expand_as(values), values)
+
+
+def plain_scores(states: Tensor, matrix: Tensor, pairs: Pairs | None = None) -> Tensor:
+    """The `Project` that returns the scores [.., D] themselves."""
+    scores = F.linear(states, matrix)
+    return scores if pairs is None else selected(scores, pairs)
+
+
+def _refuse_finished(more: tuple[Any, ...]) -> None:
+    """more: what follows an output matrix in the call of a `Project`."""
+    if more and more[-1] is not None:
+        raise HeadError(
+            "the target has a logit factor or soft cap, which other engines do not apply to the bias of a DSpark head; "
+            "train a head with an output matrix of its own"
+        )
+
+
+def _mapped(old: OutputMatrix, places: Tensor) -> OutputMatrix:
+    """The rows at `places`, and zeros at -1."""
+    new = OutputMatrix(old.in_features, len(places), bias=False).to(old.weight)
+    new.weight.copy_(old.weight[places.clamp(min=0)] * (places >= 0).to(old.weight.dtype)[:, None])
+    return new
