@@ -15,7 +15,8 @@ values of the target's features; those of the block stand after them for one pas
 A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1. Places of a block see each
 other as in training: all of them, or of a causal head those before.
 
-In a tree the nodes of a level differ by the bias of their own token alone.
+In a tree the nodes of a level differ by the bias of their own token alone, so all nodes that can be in the tree are
+expanded: it is best-first.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ class BlockReader(HeadReader):
         return super().read(0, roots.expand(-1, size), hidden.expand(-1, size, -1), positions, metadata, reach)
 
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
-        """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
-        the nodes of a level."""
+        """Logits [B, n, D] after tokens [B, n]; [B, 1, D] if they are equal after all of a row. States [B, n, H] and
+        `scores` [B, n, D]; or one of a row for all, as of the nodes of a level."""
         if self._bias is not None:
             given = self._block.before(before)
             assert given is not None, "a head with a bias reads the token before"
             return scores + given.to(scores.dtype) @ self._bias.to(scores.dtype)
-        return scores.expand(-1, before.shape[1], -1)
+        return scores
 
     def confidence(self, states: Tensor, before: Tensor) -> Tensor:
         """Chance [B, n] that the target accepts the draft of states [B, n, H], after tokens [B, n], if it accepts those
@@ -117,6 +118,7 @@ class BlockRollout(DraftRollout):
     block [B, .., H]: the states of its drafts.
     """
 
+    best_first = True
     _reader: BlockReader
 
     def __init__(
@@ -144,7 +146,7 @@ class BlockRollout(DraftRollout):
         return self.block[:, self._place, None]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [B, n, D] at the current place, with the bias of each token before."""
+        """Returns the logits [B, n, D] at the current place, with the bias of each token before; [B, 1, D] without."""
         logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
         return logits if self.within is None else self.within(logits)
 
