@@ -9,7 +9,7 @@ import torch
 
 from tests.infer.verify.conftest import random_tree
 from toolkit.infer.drafters.draft_rollout import rerank
-from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask
 from toolkit.infer.request.draft_tree import DraftTree, chain_tree, without_padding
 from toolkit.infer.verify.verifiers import follow, read_result
 

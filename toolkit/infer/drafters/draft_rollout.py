@@ -295,8 +295,9 @@ def draft_beams(
     """Expands the best nodes of each level by their k best children. Returns the candidates.
 
     These nodes are the k best, or for a best-first tree of N nodes the N - 2 best: no child scores above its parent, so
-    beside a node that has a child in the tree all better ones of its level are in the tree. limits: a shape for each row;
-    candidates outside a row's shape get the score -inf. to_target [D]: the target ids of the draft vocabulary.
+    beside a node that has a child in the tree all better ones of its level are in the tree.
+    limits: a shape for each row; candidates outside a row's shape get the score -inf. to_target [D]: the target ids of
+    the draft vocabulary.
     """
     k, steps, rows, device = shape.top_k, shape.num_steps, len(nodes.tokens), to_target.device
     ops, widths = ops_for(device.type), None if limits is None else _widths(limits, steps, device)
