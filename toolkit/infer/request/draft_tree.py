@@ -69,9 +69,9 @@ class DraftShape:
                 f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5, or '
                 f"num_draft_tokens alone, e.g. 64, or {' or '.join(SHAPE_PRESETS)}"
             )
-        if len(parts) == 3:
-            return cls(*(int(part) for part in parts))
-        nodes = int(text)
+        *shape, nodes = map(int, parts)
+        if shape:
+            return cls(shape[0], shape[1], nodes)
         if not 2 <= nodes <= MOST_BUDGET:
             raise DraftShapeError(f"draft shape {nodes}: a number of nodes from 2 to {MOST_BUDGET} is needed")
         return cls((nodes - 1).bit_length(), BUDGET_TOP_K, nodes, budget=True)
