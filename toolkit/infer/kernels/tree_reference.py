@@ -179,7 +179,7 @@ def grow_beams(
             best = best.masked_fill(beyond, -torch.inf)  # a row has no more beams than branches
         sees = sees.gather(1, above[:, :, None].expand(-1, -1, sees.shape[2]))
         sees.diagonal(node, 1, 2).fill_(True)
-    return Beams(tokens.gather(1, chosen), above, first + chosen, best, sees)
+    return Beams(tokens.gather(1, chosen), above, first + chosen, best.contiguous(), sees)  # as the kernel reads them
 
 
 def rank_candidates(

@@ -235,7 +235,7 @@ def grow_beams(
     sees = None if above is None else torch.empty(rows, keep, seen, dtype=torch.bool, device=device)
     wide = max(16, triton.next_power_of_2(count * k))
     _grow[(rows,)](
-        log_probs.contiguous(), ids.contiguous(), to_target, beams.numbers.contiguous(), beams.scores.contiguous(),
+        log_probs.contiguous(), ids.contiguous(), to_target, beams.numbers, beams.scores,
         None if above is None else above.view(torch.uint8), *found, widths, tokens, parents, numbers, scores,
         None if sees is None else sees.view(torch.uint8), count, k, found.tokens.shape[1], first, keep, *strides, node,
         seen, wide=wide, lanes=max(16, triton.next_power_of_2(seen)), num_warps=1 if wide <= 64 else 4,
