@@ -330,7 +330,8 @@ def _in_reach(beams: Beams, scores: Tensor, drafted: int) -> Beams:
     if scores.shape[1] <= drafted:
         return beams
     least = scores.topk(drafted, dim=1).values[:, -1:]
-    count = max(1, int((beams.scores >= least).sum(dim=1).max()))
+    alive = (beams.scores >= least) & (beams.scores > -torch.inf)  # a row of fewer nodes holds none up
+    count = max(1, int(alive.sum(dim=1).max()))
     tokens, parents, numbers, totals = (one[:, :count] for one in beams[:4])
     return Beams(tokens, parents, numbers, totals, None)
 
