@@ -14,7 +14,8 @@ draft step      tokens are proposed, by n-gram lookup or by a forward of the dra
 verify step     one forward of the target over the draft tree of a request; requests that run together share the forward
 draft tree      root and drafted nodes: `num_steps` levels, `top_k` branching, `num_draft_tokens` verified nodes,
                 INCLUDING the root; a chain is `top_k=1`
-draft shape     `num_steps,top_k,num_draft_tokens` of a draft tree: 4,1,5 is a chain of 4 drafted tokens, 4,4,16 a tree
+draft shape     `num_steps,top_k,num_draft_tokens` of a draft tree: 4,1,5 is a chain of 4 drafted tokens, 4,4,16 a tree;
+                or num_draft_tokens alone, the budget: 64 is a tree of 64 nodes whose depth follows from the head
 adaptive        adaptive drafting: in every step the engine chooses its shape, a smaller one or nothing, by measured
                 costs and running acceptance
 lookup          drafts without a forward: what followed an earlier occurrence of the text's end, in the request or in

@@ -134,7 +134,8 @@ class BenchSettings:
     )
     shapes: Annotated[tuple[ShapeOrAdaptive, ...], Some, EachOnce] = setting(
         ("adaptive", "4,1,5", "4,4,16"),
-        'what is measured beside plain decoding: draft shapes, each "num_steps,top_k,num_draft_tokens", and adaptive, '
+        'what is measured beside plain decoding: draft shapes, each "num_steps,top_k,num_draft_tokens" or '
+        '"num_draft_tokens", and adaptive, '
         "which drafts in every step at most the largest of them, as `toolkit serve` does",
     )
     warmup: NonNegativeInt = setting(2, "prompts decoded before timing starts")

@@ -44,12 +44,15 @@ OneOrSome = Annotated[tuple[str, ...], BeforeValidator(_one_or_some)]
 HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(HEAD_KINDS)}")]
 Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
-Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
+Shape = Annotated[
+    str,
+    needs(re.compile(r"\d+(,\d+,\d+)?").fullmatch, 'be "num_steps,top_k,num_draft_tokens" or "num_draft_tokens"'),
+]
 ShapeOrAdaptive = Annotated[
     str,
     needs(
-        re.compile(r"adaptive|mtp-[34]|\d+,\d+,\d+").fullmatch,
-        'be "adaptive" or "num_steps,top_k,num_draft_tokens", or "mtp-3", "mtp-4"',
+        re.compile(r"adaptive|mtp-[34]|\d+(,\d+,\d+)?").fullmatch,
+        'be "adaptive", "num_steps,top_k,num_draft_tokens" or "num_draft_tokens", or "mtp-3", "mtp-4"',
     ),
 ]
 Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]

@@ -153,7 +153,9 @@ class EvaluationSettings:
     real_prompts: PositiveInt = setting(8, "the engine answers the first N held-out conversations")
     real_max_tokens: PositiveInt = setting(48, "tokens of each answer of the engine at most")
     real_shapes: Shapes | None = setting(
-        None, 'draft shapes, each "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps'
+        None,
+        'draft shapes, each "num_steps,top_k,num_draft_tokens" or "num_draft_tokens"; null: a chain and a tree of '
+        "ttt_steps",
     )
     real_temperatures: Annotated[Temperatures, EachOnce] = setting((0.0, 1.0), "temperatures of the engine's answers")
     patience: PositiveInt | None = setting(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
 
+from tests.infer.conftest import build_small_dspark, build_small_target
 from tests.train.conftest import answered, fit
 from toolkit.bench.forecast import (
     NEVER,
+    ForecastAnswer,
     forecast_surface,
     largest_shape,
     recorded,
@@ -22,6 +25,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.target_side import TargetSide
@@ -80,6 +84,24 @@ def test_every_shape_is_forecast_as_the_engine_accepts_it(head, temperature, bat
         lengths.add(of_shape.accept_length)
     if head == "mtp":
         assert max(lengths) > 1.2 and len(lengths) > 2, "the head agrees often, so that shapes differ"
+
+
+def test_trees_of_a_block_are_forecast_as_the_engine_accepts_them():
+    """Smaller budgets and fewer levels by the best-first tree of the largest."""
+    target = build_small_target()
+    draft, prompt, params = build_small_dspark(target), [5, 9, 3], SamplingParams(max_tokens=60, ignore_eos=True)
+
+    def written(shape: DraftShape):
+        with closing(Engine(target, draft, shape)) as engine:
+            return engine.generate([prompt], params)[0]
+
+    largest = DraftShape(5, 4, 40)
+    answer = written(largest).output_ids
+    with closing(Engine(target, draft, largest)) as engine:
+        forecast = ForecastAnswer("1", tuple(answer), recorded(engine, [prompt], [answer])[0])
+    for shape in (largest, DraftShape(5, 4, 12), DraftShape(3, 4, 30), DraftShape(2, 4, 6)):
+        events = [event.accepted for event in written(shape).events if not event.truncated]
+        assert forecast.accepted(shape) == events and max(events) > 0
 
 
 def test_the_answers_are_forced(trained, tiny_target):

@@ -11,7 +11,13 @@ from unittest.mock import patch
 
 import torch
 
-from tests.infer.conftest import build_shared_head, build_small_draft, build_small_target
+from tests.infer.conftest import (
+    DSPARK_HEADS,
+    build_shared_head,
+    build_small_draft,
+    build_small_dspark,
+    build_small_target,
+)
 from tests.pretend_cuda.device import pretended_cuda
 from tests.pretend_cuda.seen import seen
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -59,7 +65,7 @@ def draft_of(name: str, target: Target) -> Draft | None:
         return NgramLookup(min_n=1)
     if name in ("eagle3", "composed", "adaptive"):
         return build_small_draft(target)
-    return build_shared_head(target, name)
+    return build_small_dspark(target, name) if name in DSPARK_HEADS else build_shared_head(target, name)
 
 
 def engine_of(case: Case, target: Target, verify: str, **how: Any) -> Engine:

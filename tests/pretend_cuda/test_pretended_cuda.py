@@ -15,7 +15,7 @@ ROUNDS = [
     for case in (
         "eagle3/3,1,4/penalty", "eagle2/3,3,8/asking", "mtp-three-layers/3,1,4/cut/block",
         "mtp/3,3,8/cut", "adaptive/3,3,8/asking", "ngram/3,1,4/asking", "composed/3,3,8/asking",
-        "eagle3/3,1,4/asking/auto",
+        "dspark/256/cut", "dflash/16/cut", "eagle3/3,1,4/asking/auto",
         "eagle3/3,3,8/asking/target/deterministic",  # the last one: it changes the target's modules
     )
 ]  # fmt: skip

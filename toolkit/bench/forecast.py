@@ -61,7 +61,7 @@ from toolkit.targets.target import Target
 logger = get_logger(__name__)
 
 TOP_KS, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8), 8, 64  # the surface by default
-NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # num_draft_tokens of the trees in tables and searches
+NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # num_draft_tokens of the trees in tables and searches
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,9 @@ class CandidateRecorder(WrappedDrafter):
 
     def needed(self, request: Request) -> Array:
         """Returns `nodes_needed` after each token but the last of an answer, [P, S, S]; P is 0 if nothing drafts."""
-        steps, width = self.inner.shape.num_steps, self.inner.shape.top_k
+        steps = self.inner.shape.num_steps
         found = self._found.pop(request, [])
-        each = [
-            nodes_needed(*one, request.output_ids[at + 1 : at + 1 + steps], steps, width)
-            for at, one in enumerate(found)
-        ]
+        each = [nodes_needed(*one, request.output_ids[at + 1 : at + 1 + steps], steps) for at, one in enumerate(found)]
         return np.stack(each) if each else np.zeros((0, steps, steps), dtype=np.int64)
 
 
@@ -269,27 +266,25 @@ def nodes_needed(
     scores: npt.NDArray[np.floating],
     following: Sequence[int],
     steps: int,
-    width: int,
 ) -> Array:
     """Returns [S, S]: entry [d-1, s-1] is the least num_draft_tokens with which a tree of s levels accepts d drafts.
 
-    tokens, parents (-1: the root), scores [C]: as of `draft_beams`, `steps` levels of `width` beams. following: the
-    tokens that come next. NEVER where no tree accepts so many. The order is that of `rank_candidates`: by score, on a
-    tie by number.
+    tokens, parents (-1: the root), scores [C]: as of `draft_beams`, of `steps` levels. following: the tokens that come
+    next. NEVER where no tree accepts so many. The order is that of `rank_candidates`: by score, on a tie by number.
     """
-    needed = np.full((steps, steps), NEVER, dtype=np.int64)
+    needed, levels = np.full((steps, steps), NEVER, dtype=np.int64), np.ones_like(parents)
+    for _ in range(1, steps):
+        levels = np.where(parents < 0, 1, levels[parents] + 1)
     parent = -1
     for depth, token in enumerate(following[:steps], start=1):
-        start = 0 if depth == 1 else candidate_count(depth - 1, width)
-        level = slice(start, candidate_count(depth, width))
-        hit = np.flatnonzero((tokens[level] == token) & (parents[level] == parent))
+        hit = np.flatnonzero((tokens == token) & (parents == parent))
         if not len(hit):
             break
-        parent = start + int(hit[0])
+        parent = int(hit[0])
         before = scores > scores[parent]
         before[:parent] |= scores[:parent] == scores[parent]
         for deepest in range(depth, steps + 1):
-            needed[depth - 1, deepest - 1] = 2 + int(before[: candidate_count(deepest, width)].sum())
+            needed[depth - 1, deepest - 1] = 2 + int((before & (levels <= deepest)).sum())
     return np.maximum.accumulate(needed, axis=0)
 
 

@@ -74,8 +74,8 @@ def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="+",
         action="extend",
         metavar="S,K,N",
-        help="num_steps,top_k,num_draft_tokens, or adaptive (at most the largest of the others, as serve drafts); "
-        "several, or the option several times, are measured side by side "
+        help="num_steps,top_k,num_draft_tokens, or num_draft_tokens alone, or adaptive (at most the largest of the "
+        "others, as serve drafts); several, or the option several times, are measured side by side "
         "(default: what `toolkit search` found, where its search.json in the draft directory holds here, else "
         f"{' '.join(defaults.shapes)})",
     )

@@ -80,8 +80,9 @@ class Correction(nn.Module):
 
     def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
         """Scores [B, n, D] of the children of parents [B, n]. normed: gives the normed states [B, n, H] of the place,
-        base [B, n, D]: the scores of these; or one of each for all parents of a row."""
-        return base.expand(-1, parents.shape[1], -1)
+        base [B, n, D]: the scores of these; or one of each for all parents of a row, as is the result without a
+        correction."""
+        return base
 
 
 class MarkovHead(Correction):

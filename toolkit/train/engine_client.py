@@ -324,7 +324,8 @@ def real_shapes(settings: TrainSettings) -> list[DraftShape]:
     chain, block = DraftShape.chain(settings.unroll.ttt_steps), HEAD_KINDS[settings.head.kind].block
     if settings.evaluation.real_shapes is None:
         return [chain, DraftShape(chain.num_steps, 4, 4 * chain.num_steps)]
-    shapes = [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
+    levels = chain.num_steps if block else 0
+    shapes = [DraftShape.parse(text).for_head(levels) for text in settings.evaluation.real_shapes]
     if block and any(one.num_steps > chain.num_steps for one in shapes):
         raise DraftShapeError(
             f"train.evaluation.real_shapes is {settings.evaluation.real_shapes}; a block drafter takes at most "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from heapq import heappop, heappush
 
 import pytest
 import torch
@@ -58,6 +60,20 @@ def paths(tree: DraftTree, row: int) -> list[list[int]]:
     """The tokens from the root to every node, in any order."""
     nodes = tree.valid[row].nonzero().flatten().tolist()
     return sorted(tree.tokens[row, tree.mask[row, node].nonzero().flatten()].tolist() for node in nodes)
+
+
+def best_first(children: Callable[[list[int]], list[tuple[float, int]]], steps: int, nodes: int) -> list[list[int]]:
+    """The definition: the drafted tokens from the root to each node, in any order. A heap gives the best node, whose
+    children join it; on a tie the node of a lower level, of an earlier parent, of an earlier place among its siblings.
+    children: log-probability and token of each, the best first."""
+    heap: list[tuple[float, tuple, list[int]]] = [(0.0, (), [])]
+    found: list[list[int]] = []
+    while heap and len(found) < nodes:
+        cost, place, path = heappop(heap)
+        found.append(path)
+        for rank, (score, token) in enumerate(children(path) if len(path) < steps else ()):
+            heappush(heap, (cost - score, (len(path) + 1, (cost, place), rank), [*path, token]))
+    return sorted(found)
 
 
 class ScriptedChoice:

@@ -11,6 +11,7 @@ from tests.infer.conftest import DSPARK_HEADS, build_small_dspark, finished, pro
 from tests.infer.drafters.conftest import (
     PROBE,
     ScriptedChoice,
+    best_first,
     engine_after_steps,
     paths,
     proposed,
@@ -83,24 +84,20 @@ def states_of_the_text(target, draft, tokens: list[int]) -> torch.Tensor:
         return states[size - head.config.drafts_at_once :]
 
 
-def beams_of_the_text(target, draft, tokens: list[int], steps: int, k: int) -> list[list[tuple[float, list[int]]]]:
-    """By level: the log-probability of every candidate path and the path, which begins with the root. The k best of a
-    level have k children each."""
-    beams, found = [(0.0, tokens[-1:])], []
-    for state in states_of_the_text(target, draft, tokens)[:steps]:
-        level = []
-        for score, path in beams:
-            best = scores_of(target, draft, state, path[-1]).log_softmax(-1).topk(k)
-            ids = draft.token_map.ids[best.indices].tolist()
-            level += [(score + more, [*path, token]) for more, token in zip(best.values.tolist(), ids, strict=True)]
-        found.append(level)
-        beams = sorted(level, reverse=True)[:k]
-    return found
+def tree_of_the_text(target, draft, tokens: list[int], steps: int, k: int, nodes: int) -> list[list[int]]:
+    """The best-first tree after `tokens`, in any order: the tokens from the root to each node."""
+    states = states_of_the_text(target, draft, tokens)
+
+    def children(path: list[int]) -> list[tuple[float, int]]:
+        best = scores_of(target, draft, states[len(path)], (tokens[-1:] + path)[-1]).log_softmax(-1).topk(k)
+        return list(zip(best.values.tolist(), draft.token_map.ids[best.indices].tolist(), strict=True))
+
+    return [tokens[-1:] + path for path in best_first(children, steps, nodes)]
 
 
 def block_of_the_text(target, draft, tokens: list[int], steps: int) -> list[int]:
     """Greedy drafts after `tokens`, the last of them included."""
-    return beams_of_the_text(target, draft, tokens, steps, 1)[-1][0][1]
+    return tree_of_the_text(target, draft, tokens, steps, 1, steps + 1)[-1]
 
 
 def test_blocks_are_those_of_the_whole_sequence(small_target, draft):
@@ -141,12 +138,13 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
 
 
 def test_trees_have_the_correction_of_each_path(small_target, draft):
-    """All candidates of four levels. With that of another node's token, siblings' children would be alike."""
-    engine = engine_after_steps(small_target, draft, "4,3,31", 5)
+    """With that of another node's token, siblings' children would be alike."""
+    engine = engine_after_steps(small_target, draft, "64", 5)
     tree = proposed(engine)
     for row, request in enumerate(engine._running):
-        levels = beams_of_the_text(small_target, draft, request.prompt_ids + request.output_ids, 4, 3)
-        assert paths(tree, row)[1:] == sorted(path for level in levels for _, path in level)
+        assert paths(tree, row) == tree_of_the_text(
+            small_target, draft, request.prompt_ids + request.output_ids, 5, 8, 64
+        )
     engine.close()
 
 

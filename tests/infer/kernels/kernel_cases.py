@@ -430,24 +430,26 @@ def numbering(on: Kernels, rows: int, width: int) -> None:
     assert torch.equal(on.launch(on.ops.uniform, seeds[0], positions[0]), want[0])
 
 
-def growing(on: Kernels, k: int, steps: int, rows: int, own: bool, ties: bool) -> None:
-    """All levels of a tree; own: rows of other shapes than the batch's."""
-    unread, drafted = 5, k * (steps - 1)
+def growing(on: Kernels, k: int, steps: int, rows: int, own: bool, ties: bool, most: int = 0) -> None:
+    """All levels of a tree; own: rows of other shapes than the batch's. most: beams of a level that no head reads."""
+    unread, drafted, counts = 5, k * (steps - 1), [1]
+    while len(counts) < steps:
+        counts.append(min(most or k, k * counts[-1]))
     widths = [torch.tensor([k - (row + level) % (k + 1) for row in range(rows)]) for level in range(steps)]
     levels = []
     for level in range(steps):
-        scores = -torch.rand(rows, k if level else 1, k, generator=generator)
+        scores = -torch.rand(rows, counts[level], k, generator=generator)
         scores = (scores.mul(2).round() if ties else scores).sort(dim=2, descending=True).values
         scores[0, 0, k // 2 :] = -inf
         levels.append((scores, randint(50, *scores.shape), widths[level] if own else None))
     sees = (torch.arange(unread + drafted) < 1 + randint(unread, rows)[:, None])[:, None]
 
     def grow(ops: Ops, levels: list[tuple], sees: Tensor, to_target: Tensor) -> list[Beams | Candidates]:
-        made = Candidates.empty(rows, k + (steps - 1) * k * k, sees.device)
-        every, first = [root_beams(sees)], 0
-        for level, (scores, ids, own_widths) in enumerate(levels):
-            node = None if level + 1 == steps else unread + k * level
-            every.append(ops.grow_beams(every[-1], scores, ids, to_target, made, first, own_widths, node))
+        made = Candidates.empty(rows, k * sum(counts), sees.device)
+        every, first = [root_beams(rows, sees.device, None if most else sees)], 0
+        for keep, (scores, ids, own_widths) in zip((*counts[1:], 0), levels, strict=True):
+            node = unread + k * (len(every) - 1)
+            every.append(ops.grow_beams(every[-1], scores, ids, to_target, made, first, own_widths, keep, node))
             first += scores[0].numel()
         return [*every, made]
 
@@ -459,20 +461,19 @@ def growing(on: Kernels, k: int, steps: int, rows: int, own: bool, ties: bool) -
 
 def ranking(on: Kernels, k: int, steps: int, nodes: tuple[int, ...], ties: bool) -> None:
     rows, found = len(nodes), k + (steps - 1) * k * k
-    parents, levels = torch.full((rows, found), -1), torch.ones(found, dtype=torch.long)
+    parents = torch.full((rows, found), -1)
     scores = -torch.rand(rows, found, generator=generator)
     if ties:
         scores = scores.mul(3).round()
     first, last = 0, k
-    for level in range(2, steps + 1):
+    for _ in range(2, steps + 1):
         for row in range(rows):
             beams = (torch.randperm(last - first, generator=generator)[:k] + first).repeat_interleave(k)
             parents[row, last : last + k * k] = beams
             scores[row, last : last + k * k] += scores[row, beams]
-        levels[last : last + k * k] = level
         first, last = last, last + k * k
     scores[0, -2:] = -inf
-    on.same("rank_candidates", randint(900, rows), randint(900, rows, found), parents, levels, scores, nodes, steps)
+    on.same("rank_candidates", randint(900, rows), randint(900, rows, found), parents, scores, nodes, steps)
 
 
 def logits_of(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
@@ -672,9 +673,13 @@ GROUPS: dict[str, tuple[Callable[..., None], tuple[tuple, ...]]] = {
     "least_kept": (cutting, ((128256, 2.0), (40, 1.0), (1500, 0.3), (3000, 3.0))),
     "draw": (drawing, ((3, 7), (40, 3000))),
     "uniform": (numbering, ((3, 70), (1, 1))),
-    "grow_beams": (growing, ((8, 7, 2, False, False), (3, 4, 3, True, False), (10, 3, 2, True, True))),
+    "grow_beams": (growing, (
+        (8, 7, 2, False, False), (3, 4, 3, True, False), (10, 3, 2, True, True), (4, 4, 2, True, True, 30),
+        (3, 5, 2, False, True, 40),
+    )),
     "rank_candidates": (ranking, (
         (8, 4, (32, 20), False), (8, 7, (64, 64), True), (1, 3, (4, 4), False), (2, 4, (14, 1, 9), True),
+        (16, 9, (256, 40), True),
     )),
     "argmax": (greedy, ((5, 9001, FP32), (1, 7, FP32), (2, 4097, BF16))),
     "top_log_probs": (top, ((2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 7, 7, FP32))),

@@ -43,6 +43,17 @@ def test_impossible_shapes_are_refused(text, words):
         DraftShape.parse(text)
 
 
+def test_a_budget_is_a_tree_by_the_head_and_by_the_engine():
+    """One number: of a head with a pass a level, of blocks, and of a request."""
+    budget = DraftShape.parse("64")
+    assert budget.as_text() == "64" and DraftShape.parse("4,4,16").for_head(5) == DraftShape(4, 4, 16)
+    assert [budget.for_head(levels).as_text() for levels in (0, 15, 1)] == ["6,8,64", "15,8,64", "1,8,9"]
+    assert budget.asked_of(DraftShape(15, 4, 100), True) == DraftShape(15, 4, 64)
+    assert DraftShape.parse("5").asked_of(DraftShape.chain(6), True) == DraftShape.chain(4)
+    with pytest.raises(DraftShapeError, match=r"a request has draft shape 64; the engine drafts chain 6 \(6,1,7\)"):
+        budget.asked_of(DraftShape.chain(6), True)
+
+
 def test_shapes_clipped_in_depth():
     """What a block of so many places can draft; a tree keeps no more nodes than its levels offer."""
     assert DraftShape.parse("4,2,9").up_to(1).as_text() == "1,2,3"

@@ -9,7 +9,7 @@ import torch
 
 from tests.infer.verify.conftest import random_tree
 from toolkit.infer.drafters.draft_rollout import rerank
-from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.kernels.tree_reference import Candidates, ancestor_mask
 from toolkit.infer.request.draft_tree import DraftTree, chain_tree, without_padding
 from toolkit.infer.verify.verifiers import follow, read_result
 
@@ -85,9 +85,8 @@ def test_ranks_of_accepted_nodes():
 
 def test_a_path_in_a_tree_of_fewer_nodes_than_levels():
     """The path then has a place for every node, not for every level."""
-    roots, levels = torch.tensor([5]), torch.tensor([1, 1, 2, 2, 2, 2])
     tokens, parents = torch.tensor([[6, 7, 8, 9, 10, 11]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
     scores = torch.tensor([[-0.1, -0.2, -0.9, -3.0, -4.0, -5.0]])
-    tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
+    tree = rerank(torch.tensor([5]), Candidates(tokens, parents, scores), [3], 4)
     result = read_result(follow(tree, torch.tensor([[7, 1, 2]])))
     assert (result.path_nodes, result.path_tokens, result.ranks) == ([[0, 2]], [[7, 2]], [[1]])

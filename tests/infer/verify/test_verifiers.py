@@ -170,6 +170,7 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams, al
         pytest.param("block", "eagle3", True, marks=pytest.mark.slow, id="block beside lookup"),
         pytest.param("auto", "eagle3", None, marks=pytest.mark.slow, id="auto"),
         pytest.param("block", "dspark", None, id="block of a block drafter"),
+        pytest.param("target", "dspark", None, id="best-first trees"),
     ],
 )
 def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, name, lookup):
@@ -183,7 +184,9 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
     drafts. Under auto these requests state no seed, and as many that do run beside them. Seeds are fixed, so the
     outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
-    runs, settings = 3000, {"temperature": 1.5, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
+    runs, tree = 3000, verify == "target"
+    heat = 1.0 if tree else 1.5
+    settings = {"temperature": heat, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
     seeds = iter(range(runs))
     monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
     stated = [SamplingParams(**settings, seed=i) for i in range(runs)]
@@ -194,8 +197,8 @@ def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, nam
     monkeypatch.setattr(lookup_module, "LEAST_LENGTH", 1.0)
     monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 70)
     options = {"max_running_requests": 64, "verify": verify, "lookup": lookup}
-    draft = dataclasses.replace(build(name), draft_confidence=0.45 if name == "dspark" else 0.0)
-    engine = Engine(small_target, draft, DraftShape.chain(2), **options)
+    draft = dataclasses.replace(build(name), draft_confidence=0.45 if name == "dspark" and not tree else 0.0)
+    engine = Engine(small_target, draft, DraftShape.parse("16") if tree else DraftShape.chain(2), **options)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
     for request in engine.generate([prompt] * len(params), params):

@@ -15,7 +15,8 @@ values of the target's features; those of the block stand after them for one pas
 A DFlash block has one mask more, and its first place is no draft: mask 1 scores level 1. Places of a block see each
 other as in training: all of them, or of a causal head those before.
 
-In a tree the nodes of a level differ by the correction of their own token alone (`heads/correction.py`).
+In a tree the nodes of a level differ by the correction of their own token alone (`heads/correction.py`), so all nodes
+that can be in the tree are expanded: it is best-first.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class BlockReader(HeadReader):
         return self.head.logits(0, states) if self._block.correction.reads_scores else states[..., :0]
 
     def logits(self, states: Tensor, scores: Tensor, before: Tensor) -> Tensor:
-        """Logits [B, n, D] after tokens [B, n]. States [B, n, H] and `scores` [B, n, D]; or one of a row for all, as of
-        the nodes of a level."""
+        """Logits [B, n, D] after tokens [B, n]; [B, 1, D] if they are equal after all of a row. States [B, n, H] and
+        `scores` [B, n, D]; or one of a row for all, as of the nodes of a level."""
         with using(self.head.ops):
             return self._block.scores(states, scores, before, self._serving)
 
@@ -114,6 +115,7 @@ class BlockRollout(DraftRollout):
     block [B, .., H]: the states of its drafts.
     """
 
+    best_first = True
     _reader: BlockReader
 
     def __init__(
@@ -141,7 +143,7 @@ class BlockRollout(DraftRollout):
         return self.block[:, self._place, None]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [B, n, D] at the current place, corrected by each token before."""
+        """Returns the logits [B, n, D] at the current place, corrected by each token before; [B, 1, D] if none is."""
         logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
         return logits if self.within is None else self.within(logits)
 

@@ -28,8 +28,11 @@ approximation. It only decides when drafting is tried.
 
 A chain's next draft is the most probable token, or one drawn from the head's distribution q (`DraftSampling`). A tree
 is EAGLE-2's (arXiv 2406.16858): `draft_beams` expands the k best nodes level by level, `rerank` keeps the best
-candidates. Where a row has a grammar, the host reads the tokens of each level, and sets the head's logits of tokens
-outside of the grammar to -inf (`DraftMasks`), so that few drafts are cut afterwards:
+candidates. A block drafter, whose nodes cost no pass of the head, expands all that can be in the tree. Its tree is the
+best-first one: that of a heap over cumulative log-probabilities, if a node has k children.
+
+Where a row has a grammar, the host reads the tokens of each level, and sets the head's logits of tokens outside of the
+grammar to -inf (`DraftMasks`), so that few drafts are cut afterwards:
 
     committed {"a":      level 1 at the root   1 .6   x .3   "b" .1        x is masked: 1 and "b" are drafted
                          level 2 at 1          , .7   } .2   x .1          by the state after {"a":1
@@ -48,8 +51,8 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import Candidates, root_beams
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, candidate_count, upload
+from toolkit.infer.kernels.tree_reference import Beams, Candidates, root_beams
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, Proposal, upload
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import packed, unpacked
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
@@ -98,8 +101,11 @@ class DraftRollout:
     tokens [B, P]: the unread ones. nodes: number of nodes so far. stage: the number of the current stage.
     states [B, M, H]: its output at each node that a further stage reads.
     sees [B, 1, ..]: which nodes the root (of a chain: the newest node) attends to, besides all positions read before
-    the round. within: the rows' grammars, to which the logits of a level keep; None: there are none.
+    the round. within: the rows' grammars, to which the logits of a level keep; None: there are none. best_first: of all
+    rounds, whether the head does not read drafted nodes, so that trees are best-first.
     """
+
+    best_first = False
 
     def __init__(
         self,
@@ -285,45 +291,57 @@ def draft_sampling_for(requests: Sequence[Request], ids: Tensor, draws: Draws | 
 
 def draft_beams(
     nodes: DraftRollout, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Expands the k best nodes of each level by their k best children.
+) -> Candidates:
+    """Expands the best nodes of each level by their k best children. Returns the candidates.
 
-    Returns the candidates in level order: tokens [B, C], parents [B, C] (candidate numbers, -1 for the root),
-    levels [C], scores [B, C] (cumulative log-probabilities). limits: a shape for each row; candidates outside a row's
-    shape get the score -inf. to_target [D]: the target ids of the draft vocabulary.
+    These nodes are the k best, or for a best-first tree of N nodes the N - 2 best: no child scores above its parent, so
+    beside a node that has a child in the tree all better ones of its level are in the tree.
+    limits: a shape for each row; candidates outside a row's shape get the score -inf. to_target [D]: the target ids of
+    the draft vocabulary.
     """
     k, steps, rows, device = shape.top_k, shape.num_steps, len(nodes.tokens), to_target.device
     ops, widths = ops_for(device.type), None if limits is None else _widths(limits, steps, device)
-    found = Candidates.empty(rows, candidate_count(steps, k), device)
-    beams, hidden, first = root_beams(nodes.sees), nodes.at_roots(), 0
+    drafted = shape.num_draft_tokens - 1
+    most = max(1, drafted - 1) if nodes.best_first else k
+    counts = [1]  # beams by level
+    while len(counts) < steps:
+        counts.append(min(most, k * counts[-1]))
+    found = Candidates.empty(rows, k * sum(counts), device)
+    beams, hidden = root_beams(rows, device, None if nodes.best_first else nodes.sees), nodes.at_roots()
+    first = 0
     for level in range(steps):
-        children = ops.top_log_probs(nodes.logits(hidden), k)  # [B, n, k] each
+        count = beams.tokens.shape[1]
+        # [B, n, k] each; where no token before matters, the level has one distribution for all nodes.
+        children = [one.expand(-1, count, -1) for one in ops.top_log_probs(nodes.logits(hidden), k)]
         width = None if widths is None else widths[level]
-        last = level + 1 == steps
-        beams = ops.grow_beams(beams, *children, to_target, found, first, width, None if last else nodes.nodes)
-        first += children[0][0].numel()
-        if not last:
+        keep = 0 if level + 1 == steps else min(most, k * count)
+        beams = ops.grow_beams(beams, *children, to_target, found, first, width, keep, nodes.nodes)
+        first += k * count
+        if keep:
+            if nodes.best_first and (device.type == "cpu" or nodes.within is not None):  # the host may read
+                beams = _in_reach(beams, found.scores[:, :first], drafted)
             hidden = nodes.grow(hidden, beams.tokens, beams.parents, beams.sees)
-    return found.tokens, found.parents, levels_of(shape, device), found.scores
+    return Candidates(*(one[:, :first] for one in found))
 
 
-def rerank(
-    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int], deepest: int
-) -> DraftTree:
+def _in_reach(beams: Beams, scores: Tensor, drafted: int) -> Beams:
+    """Returns the beams among the `drafted` best candidates so far, scores [B, C]: no other has a child in the tree.
+    The host reads their number."""
+    if scores.shape[1] <= drafted:
+        return beams
+    least = scores.topk(drafted, dim=1).values[:, -1:]
+    alive = (beams.scores >= least) & (beams.scores > -torch.inf)  # a row of fewer nodes holds none up
+    count = max(1, int(alive.sum(dim=1).max()))
+    tokens, parents, numbers, totals = (one[:, :count] for one in beams[:4])
+    return Beams(tokens, parents, numbers, totals, None)
+
+
+def rerank(roots: Tensor, found: Candidates, nodes: Sequence[int], deepest: int) -> DraftTree:
     """Runs the second phase: returns the tree of the best candidates. Arguments: `tree_reference.rank_candidates`."""
-    return ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
+    return ops_for(roots.device.type).rank_candidates(roots, *found, nodes, deepest)
 
 
 def _widths(limits: Sequence[DraftShape | None], steps: int, device: torch.device) -> Tensor:
     """Returns [steps, B]: how many children a node of each level has in the row's own shape."""
     own = [(0, 0) if one is None else (one.num_steps, one.top_k) for one in limits]
     return upload([[k if level < depth else 0 for depth, k in own] for level in range(steps)], device)
-
-
-@cache  # keeps the tensor alive: a recorded round reads it
-def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
-    """Returns the level of every candidate, [C] in level order."""
-    k = shape.top_k
-    numbers = torch.arange(candidate_count(shape.num_steps, k), device=device)
-    # k candidates in the first level, k * k in each later one.
-    return (numbers - k).div(k * k, rounding_mode="floor") + 2

@@ -39,7 +39,7 @@ from toolkit.infer.drafters.draft_rollout import (
 )
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
-from toolkit.infer.kernels.tree_reference import AcceptedPath
+from toolkit.infer.kernels.tree_reference import AcceptedPath, Candidates
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only, upload
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.request.request import Request
@@ -258,26 +258,26 @@ class HeadDrafter(Drafter):
             limits = None if all(one in (None, shape) for one in own) else own  # None: every row keeps all of `shape`
             found = draft_beams(nodes, shape, limits, self.to_target)
             kept = [1 if one is None else one.num_draft_tokens for one in own]
-            tree = rerank(rows.roots, *found, kept, shape.num_steps)
+            tree = rerank(rows.roots, found, kept, shape.num_steps)
         self._finish(nodes)
         return tree
 
-    def candidates(self, requests: Sequence[Request], rows: RoundRows) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, requests: Sequence[Request], rows: RoundRows) -> Candidates:
         """Returns all candidates of the drafter's shape below each root, before the best of them become a tree.
 
-        tokens, parents, scores [B, C], as of `draft_beams`; those of a chain have falling scores. The head reads as in
-        propose. Rows without drafts have candidates without a meaning.
+        Those of a chain have falling scores. The head reads as in propose. Rows without drafts have candidates without
+        a meaning.
         """
         nodes = self._read_unread(rows, max(self.unread[: len(requests)]), self.shape)
         if self.shape.is_chain:
             tokens = self._draft_chain(nodes, self.shape, DraftSampling())
             number = torch.arange(self.shape.num_steps, device=self._device).expand_as(tokens)
-            parents, scores = number - 1, -number.float()
+            found = Candidates(tokens, number - 1, -number.float())
         else:
-            tokens, parents, _, scores = draft_beams(nodes, self.shape, None, self.to_target)
+            found = draft_beams(nodes, self.shape, None, self.to_target)
         self._finish(nodes)
         self._note_read(requests)
-        return tokens, parents, scores
+        return found
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Returns roots only. The head reads the unread positions when a row has CATCH_UP of them."""

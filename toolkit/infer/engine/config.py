@@ -79,7 +79,8 @@ class EngineConfig:
     shape: str | None = option(
         None,
         "draft shape of a step: levels, branches, verified nodes with the root; 4,1,5 is a chain of 4 drafted tokens, "
-        "5,4,16 a tree; mtp-3 and mtp-4 are SGLang's for MTP modules (default: the best one measured, else a chain)",
+        "5,4,16 a tree; 64 a tree of 64 nodes whose depth follows from the head; mtp-3 and mtp-4 are SGLang's for MTP "
+        "modules (default: the best one measured, else a chain)",
         metavar="S,K,N",
     )
     adaptive: bool | None = option(

@@ -30,6 +30,7 @@ from toolkit.infer.drafters.choose_drafter import (
     cached_token_bytes,
     choose_drafter,
     default_shape,
+    drafts_at_once,
     with_choices,
 )
 from toolkit.infer.drafters.drafting_head import cache_shape
@@ -111,7 +112,9 @@ class Engine:
             pool = PagePool(rows, self.context_length + max(ROOM, chunk), pages)
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
-            self.shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
+            self._levels = drafts_at_once(draft)
+            shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
+            self.shape = None if shape is None else shape.for_head(self._levels)
             check_chains(self._states, self.shape)
             verify = "target" if config.deterministic else config.verify
             has_head = isinstance(draft, DraftCheckpoint)
@@ -204,7 +207,7 @@ class Engine:
         """
         prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.context_length)
         if shape is not None:
-            shape.check_asked(self.shape, speculative)
+            shape = shape.asked_of(self.shape, speculative)
         params.check_ids(self.target.vocab_size)
         request = Request(
             prompt_ids=prompt,
@@ -272,6 +275,7 @@ class Engine:
         """Draft with another shape from the next step on.
 
         Raises EngineError without a draft head, DraftShapeError if the head or the verifier does not support it."""
+        shape = shape.for_head(self._levels)
         self.verifier.check_shape(shape)
         check_chains(self._states, shape)
         slack = self._slack(shape)

@@ -120,14 +120,15 @@ class Beams(NamedTuple):
     """The n nodes of a level whose children are drafted next.
 
     tokens, parents [B, n]: the place of the node's parent in the level above. numbers [B, n]: candidate numbers (-1:
-    the root). scores [B, n] fp32. sees [B, n, M] bool: the nodes of the head that the node attends to, itself included.
+    the root). scores [B, n] fp32. sees [B, n, M] bool: the nodes of the head that the node attends to, itself included;
+    None: the head reads no node, and a row with fewer branches may have as many beams as others.
     """
 
     tokens: Tensor
     parents: Tensor
     numbers: Tensor
     scores: Tensor
-    sees: Tensor
+    sees: Tensor | None
 
 
 @cache  # never freed: recorded rounds read it
@@ -135,9 +136,9 @@ def _no_beams(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.full((rows, 1), -1, device=device), torch.zeros(rows, 1, device=device)
 
 
-def root_beams(sees: Tensor) -> Beams:
-    """The roots as beams; sees [B, 1, M]."""
-    number, score = _no_beams(len(sees), sees.device)
+def root_beams(rows: int, device: torch.device, sees: Tensor | None) -> Beams:
+    """The roots as beams; sees [B, 1, M] or None."""
+    number, score = _no_beams(rows, device)
     return Beams(number, number, number, score, sees)
 
 
@@ -149,14 +150,16 @@ def grow_beams(
     found: Candidates,
     first: int,
     widths: Tensor | None,
-    node: int | None,
+    keep: int,
+    node: int,
 ) -> Beams:
-    """Write the k children of each beam to `found` as candidates first, first + 1, .. Return the k best of them as the
-    next beams, which the head will read as nodes node .. node + k - 1.
+    """Write the k children of each beam to `found` as candidates first, first + 1, .. Return the `keep` best of them as
+    the next beams, which the head will read as nodes node .. node + keep - 1.
 
     log_probs, ids [B, n, k]: of the children, descending; ids in the draft vocabulary. to_target [D]: its target ids.
-    widths [B]: the number of children that a row allows; further ones get the score -inf. None: all. node None: there
-    is no next level; the result is `beams`. The sort is stable: on a tie the lower candidate comes first.
+    widths [B]: the number of children that a row allows; further ones get the score -inf. None: all. keep: 0: there is
+    no next level, and the result is `beams`; k, if the head reads the beams. The sort is stable: on a tie the lower
+    candidate comes first.
     """
     rows, count, k = ids.shape
     tokens, parents, scores = (one[:, first : first + count * k] for one in found)
@@ -167,30 +170,30 @@ def grow_beams(
         each.masked_fill_(beyond[:, None], -torch.inf)
     tokens.copy_(to_target[ids.flatten(1)])
     parents.unflatten(1, (count, k)).copy_(beams.numbers[:, :, None])
-    if node is None:
+    if not keep:
         return beams
-    best, chosen = (one[:, :k] for one in scores.sort(dim=1, descending=True, stable=True))
-    if beyond is not None:
-        best = best.masked_fill(beyond, -torch.inf)  # a row has no more beams than branches
-    above = chosen // k
-    sees = beams.sees.gather(1, above[:, :, None].expand(-1, -1, beams.sees.shape[2]))
-    sees.diagonal(node, 1, 2).fill_(True)
-    return Beams(tokens.gather(1, chosen), above, first + chosen, best, sees)
+    best, chosen = (one[:, :keep] for one in scores.sort(dim=1, descending=True, stable=True))
+    above, sees = chosen // k, beams.sees
+    if sees is not None:
+        if beyond is not None:
+            best = best.masked_fill(beyond, -torch.inf)  # a row has no more beams than branches
+        sees = sees.gather(1, above[:, :, None].expand(-1, -1, sees.shape[2]))
+        sees.diagonal(node, 1, 2).fill_(True)
+    return Beams(tokens.gather(1, chosen), above, first + chosen, best.contiguous(), sees)  # as the kernel reads them
 
 
 def rank_candidates(
     roots: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    levels: Tensor,
     scores: Tensor,
     nodes: Sequence[int],
     deepest: int,
 ) -> DraftTree:
     """Rerank all candidates (EAGLE-2's second phase, arXiv 2406.16858): row b keeps the nodes[b] - 1 best by score.
 
-    roots [B]; tokens, parents and scores [B, C] in level order; a parent is a candidate number (-1: the root); levels
-    [C] from 1 to `deepest`. A score is a cumulative log-probability, so a child's score is at most its parent's. The
+    roots [B]; tokens, parents and scores [B, C] in level order, of at most `deepest` levels; a parent is a candidate
+    number (-1: the root). A score is a cumulative log-probability, so a child's score is at most its parent's. The
     sort is stable: on a tie the parent, which has the lower number, comes first. So a child is never kept without its
     parent.
     If the rows differ in their number of nodes, candidates with score -inf are dropped too.
@@ -209,9 +212,9 @@ def rank_candidates(
     node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
     parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1 is the root, node 0
     minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
-    depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
-    valid = torch.ones_like(depths, dtype=torch.bool)
     mask = ancestor_mask(parent_nodes, deepest)
+    depths = mask.sum(dim=2) - 1
+    valid = torch.ones_like(depths, dtype=torch.bool)
     if not uniform:
         valid[:, 1:] = good.gather(1, places)
         mask = without_padding(mask, valid)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # an engine needs transformers' models, which take seconds to
     from toolkit.infer.drafters.choose_drafter import Draft
     from toolkit.infer.load.load_engine import LoadedEngine
 
-Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
+Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens" or "num_draft_tokens"
 
 
 @dataclass(frozen=True)

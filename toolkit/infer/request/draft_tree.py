@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from toolkit.infer.request.params import DraftShapeError
 
 PLAIN = "plain"  # in place of a shape: nothing is drafted
 ADAPTIVE = "adaptive"  # in place of a shape: every step chooses what it drafts
+BUDGET_TOP_K, MOST_BUDGET = 8, 256  # branches of a node where a shape is its number of nodes alone; the most of these
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class DraftShape:
     """Depth, width and size of a draft tree.
 
     num_steps: levels. top_k: candidate children per node, and beams kept per level. num_draft_tokens: verified nodes,
-    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises `DraftShapeError` for an impossible
-    shape.
+    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. budget: only num_draft_tokens was given,
+    and `for_head` chooses the rest by the head. Raises `DraftShapeError` for an impossible shape.
     """
 
     num_steps: int
     top_k: int
     num_draft_tokens: int
+    budget: bool = False
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.top_k < 1:
@@ -60,41 +62,66 @@ class DraftShape:
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree), or a preset."""
+        """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree), a preset, or
+        num_draft_tokens alone, e.g. "64"."""
         parts = SHAPE_PRESETS.get(text, text).split(",")
-        if len(parts) != 3 or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
+        if len(parts) not in (1, 3) or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
             raise DraftShapeError(
                 f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5, or '
-                f"{' or '.join(SHAPE_PRESETS)}"
+                f"num_draft_tokens alone, e.g. 64, or {' or '.join(SHAPE_PRESETS)}"
             )
-        return cls(*(int(part) for part in parts))
+        *shape, nodes = map(int, parts)
+        if shape:
+            return cls(shape[0], shape[1], nodes)
+        if not 2 <= nodes <= MOST_BUDGET:
+            raise DraftShapeError(f"draft shape {nodes}: a number of nodes from 2 to {MOST_BUDGET} is needed")
+        return cls((nodes - 1).bit_length(), BUDGET_TOP_K, nodes, budget=True)
+
+    def for_head(self, levels: int) -> DraftShape:
+        """Return the shape that a budget means to a head that drafts `levels` levels in one pass: all of them; 0: a
+        pass a level, one level for every doubling of the nodes. Other shapes stay as they are."""
+        if not self.budget:
+            return self
+        steps = levels or self.num_steps
+        return DraftShape(steps, self.top_k, min(self.num_draft_tokens, 1 + candidate_count(steps, self.top_k)))
 
     def as_text(self) -> str:
         """Return the text that `parse` reads."""
-        return f"{self.num_steps},{self.top_k},{self.num_draft_tokens}"
+        return str(self.num_draft_tokens) if self.budget else ",".join(map(str, self._sizes))
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.num_steps, self.top_k, self.num_draft_tokens
 
     def fits_in(self, limit: DraftShape) -> bool:
         """True if the shape is no deeper, wider or larger than `limit`."""
-        return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
+        return all(mine <= most for mine, most in zip(self._sizes, limit._sizes, strict=True))
 
-    def check_asked(self, limit: DraftShape | None, speculative: bool) -> None:
-        """Raise DraftShapeError if a request with this shape sets speculative to False, or if the shape does not fit in
-        `limit`, the engine's shape (None: the engine has no drafter)."""
+    def asked_of(self, limit: DraftShape | None, speculative: bool) -> DraftShape:
+        """Return the shape of a request that asks for this one. A budget is so many nodes of `limit`, the engine's
+        shape.
+
+        Raises DraftShapeError if the request sets speculative to False, or if the shape does not fit in `limit` (None:
+        the engine has no drafter)."""
         if not speculative:
             raise DraftShapeError(
                 f"a request has draft shape {self.as_text()} and speculative is false, so nothing is drafted; leave "
                 "one of them out"
             )
-        if limit is None or not self.fits_in(limit):
+        own, nodes = self, self.num_draft_tokens
+        if self.budget and limit is not None and nodes <= limit.num_draft_tokens:
+            own = DraftShape.chain(nodes - 1) if limit.is_chain else replace(limit, num_draft_tokens=nodes)
+        if limit is None or not own.fits_in(limit):
             most = "has no drafter" if limit is None else f"drafts {limit.name} ({limit.as_text()})"
             raise DraftShapeError(
                 f"a request has draft shape {self.as_text()}; the engine {most}: give no more levels, branches or "
                 "nodes than that"
             )
+        return own
 
     def within(self, limit: DraftShape) -> DraftShape:
         """Return this shape, clipped to `limit` in depth, width and size."""
-        steps, k, nodes = (min(sizes) for sizes in zip(astuple(self), astuple(limit), strict=True))
+        steps, k, nodes = (min(sizes) for sizes in zip(self._sizes, limit._sizes, strict=True))
         if k == 1:
             return DraftShape.chain(steps)
         return DraftShape(steps, k, min(nodes, candidate_count(steps, k) + 1))
@@ -110,7 +137,7 @@ class DraftShape:
         different = set(shapes)
         if len(different) == 1:
             return different.pop()
-        return cls(*(max(sizes) for sizes in zip(*map(astuple, different), strict=True)))
+        return cls(*(max(sizes) for sizes in zip(*(one._sizes for one in different), strict=True)))
 
     @property
     def is_chain(self) -> bool:

@@ -4,8 +4,8 @@ No field is silently ignored: a request is refused if it sets a field that the e
 has its neutral value (suffix="", tools=[], ...).
 Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
 ignore_eos, return_token_ids, chat_template_kwargs, priority (vLLM's order). Of SGLang: json_schema, regex. Our own:
-`speculative` (false: plain decoding), `shape` (the request's draft shape as text, "S,K,N"), `verify` (the rule that
-accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistics of drafts and times with each answer).
+`speculative` (false: plain decoding), `shape` (the request's draft shape as text, "S,K,N" or "N"), `verify` (the rule
+that accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistics of drafts and times with each answer).
 """
 
 from __future__ import annotations

@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.infer.kernels import tree_reference
 from toolkit.infer.kernels.tree_reference import AcceptedPath, Beams, Candidates
 from toolkit.infer.request.draft_tree import DraftTree, upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
 LANES = 128  # candidates that one program converts to nodes
+# Beams and candidates that one program finds by comparisons; torch sorts more of them.
+MOST_BEAMS, MOST_CANDIDATES = 32, 2048
 
 
 @triton.jit(do_not_specialize=["nodes", "longest"])
@@ -98,8 +101,8 @@ def _number_nodes(scores, ranks, numbers, candidates, kept_count, wide: tl.const
 
 @triton.jit(do_not_specialize=["candidates", "nodes", "deepest"])
 def _make_nodes(
-    roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths, mask, valid,
-    candidates, nodes, deepest, lanes: tl.constexpr,
+    roots, tokens, parents, scores, limits, ranks, numbers, node_tokens, node_parents, depths, mask, valid, candidates,
+    nodes, deepest, lanes: tl.constexpr,
 ):  # fmt: skip
     """Write the nodes of the kept candidates, and mark their ancestors on the way up to the root."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -117,16 +120,18 @@ def _make_nodes(
     node = row * nodes + number
     tl.store(node_tokens + node, tl.load(tokens + here, mask=kept, other=0), mask=kept)
     tl.store(node_parents + node, above.to(tl.int64), mask=kept)
-    tl.store(depths + node, tl.load(levels + candidate, mask=kept, other=0), mask=kept)
     tl.store(valid + node, good.to(tl.uint8), mask=kept)
     seen = good.to(tl.uint8)
     tl.store(mask + node * nodes + number, (kept).to(tl.uint8), mask=kept)
     tl.store(mask + node * nodes, seen, mask=good)
+    depth = kept.to(tl.int64)
     for _ in range(1, deepest):
-        climbs = good & (parent >= 0)
+        climbs = kept & (parent >= 0)
         above = tl.load(numbers + row * candidates + parent, mask=climbs, other=0)
-        tl.store(mask + node * nodes + above, seen, mask=climbs)
+        tl.store(mask + node * nodes + above, seen, mask=climbs & good)
         parent = tl.load(parents + row * candidates + parent, mask=climbs, other=-1)
+        depth += climbs.to(tl.int64)
+    tl.store(depths + node, depth, mask=kept)
     if part == 0:
         one = (row * 0 + 1).to(tl.uint8)
         tl.store(node_tokens + row * nodes, tl.load(roots + row))
@@ -140,13 +145,14 @@ def rank_candidates(
     roots: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    levels: Tensor,
     scores: Tensor,
     nodes: Sequence[int],
     deepest: int,
 ) -> DraftTree:
-    """roots [B], tokens, parents, scores [B, C], levels [C] -> trees; row b keeps nodes[b] - 1 candidates."""
+    """roots [B], tokens, parents, scores [B, C] -> trees; row b keeps nodes[b] - 1 candidates."""
     rows, candidates = tokens.shape
+    if candidates > MOST_CANDIDATES:
+        return tree_reference.rank_candidates(roots, tokens, parents, scores, nodes, deepest)
     device, most = tokens.device, max(nodes)
     uniform = min(nodes) == most
     limits = None if uniform else upload(nodes, device)
@@ -154,25 +160,25 @@ def rank_candidates(
     node_tokens, node_parents, depths = (torch.empty(rows, most, dtype=torch.long, device=device) for _ in range(3))
     mask = torch.zeros(rows, most, most, dtype=torch.bool, device=device)
     valid = torch.empty(rows, most, dtype=torch.bool, device=device)
-    roots, tokens, parents, levels, scores = (one.contiguous() for one in (roots, tokens, parents, levels, scores))
+    roots, tokens, parents, scores = (one.contiguous() for one in (roots, tokens, parents, scores))
     wide = max(16, triton.next_power_of_2(candidates))
     _number_nodes[(rows,)](
         scores, ranks, numbers, candidates, most - 1, wide=wide, compared=COMPARED, num_warps=8 if wide > 256 else 4
     )
     _make_nodes[(rows, triton.cdiv(candidates, LANES))](
-        roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths,
+        roots, tokens, parents, scores, limits, ranks, numbers, node_tokens, node_parents, depths,
         mask.view(torch.uint8), valid.view(torch.uint8), candidates, most, deepest, lanes=LANES,
     )  # fmt: skip
     return DraftTree(node_tokens, node_parents, depths, mask, valid, deepest, is_chain=False)
 
 
-@triton.jit(do_not_specialize=["count", "k", "found", "first", "sees_row", "sees_beam", "node", "seen"])
+@triton.jit(do_not_specialize=["count", "k", "found", "first", "keep", "sees_row", "sees_beam", "node", "seen"])
 def _grow(
     log_probs, ids, to_target, beam_numbers, beam_scores, beam_sees, found_tokens, found_parents, found_scores, widths,
-    tokens, parents, numbers, scores, sees, count, k, found, first, sees_row, sees_beam, node, seen,
-    wide: tl.constexpr, lanes: tl.constexpr, keep: tl.constexpr,
+    tokens, parents, numbers, scores, sees, count, k, found, first, keep, sees_row, sees_beam, node, seen,
+    wide: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Write the children of one row's beams, and the k best of them as its next beams."""
+    """Write the children of one row's beams, and the `keep` best of them as its next beams."""
     row = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, wide)
     inside = child < count * k
@@ -189,16 +195,18 @@ def _grow(
     tl.store(found_tokens + candidate, token, mask=inside)
     tl.store(found_parents + candidate, tl.load(beam_numbers + beam, mask=inside, other=0), mask=inside)
     tl.store(found_scores + candidate, score, mask=inside)
-    if keep:
-        left, at = inside, tl.arange(0, lanes)
-        for place in range(0, k):
-            best = tl.max(tl.where(left, score, float("-inf")), axis=0)
-            chosen = tl.min(tl.where(left & (score == best), child, wide), axis=0)
-            left = left & (child != chosen)
-            above, new = chosen // k, row * k + place
-            tl.store(tokens + new, tl.sum(tl.where(child == chosen, token, 0), axis=0))
-            tl.store(parents + new, above.to(tl.int64))
-            tl.store(numbers + new, (first + chosen).to(tl.int64))
+    left, at = inside, tl.arange(0, lanes)
+    for place in range(0, keep):
+        best = tl.max(tl.where(left, score, float("-inf")), axis=0)
+        chosen = tl.min(tl.where(left & (score == best), child, wide), axis=0)
+        left = left & (child != chosen)
+        above, new = chosen // k, row * keep + place
+        tl.store(tokens + new, tl.sum(tl.where(child == chosen, token, 0), axis=0))
+        tl.store(parents + new, above.to(tl.int64))
+        tl.store(numbers + new, (first + chosen).to(tl.int64))
+        if beam_sees is None:
+            tl.store(scores + new, best)
+        else:
             tl.store(scores + new, tl.where(place < width, best, float("-inf")))
             of_parent = tl.load(beam_sees + row * sees_row + above * sees_beam + at, mask=at < seen, other=0)
             tl.store(sees + new * seen + at, tl.where(at == node + place, 1, of_parent), mask=at < seen)
@@ -212,19 +220,24 @@ def grow_beams(
     found: Candidates,
     first: int,
     widths: Tensor | None,
-    node: int | None,
+    keep: int,
+    node: int,
 ) -> Beams:
-    """Write the children log_probs, ids [B, n, k] of `beams` to `found` [B, C] from `first` on; return the k best."""
+    """Write the children log_probs, ids [B, n, k] of `beams` to `found` [B, C] from `first` on; return the `keep`
+    best."""
     rows, count, k = ids.shape
-    device, seen = ids.device, beams.sees.shape[2]
-    tokens, parents, numbers = (torch.empty(rows, k, dtype=torch.long, device=device) for _ in range(3))
-    scores = torch.empty(rows, k, dtype=torch.float32, device=device)
-    sees = torch.empty(rows, k, seen, dtype=torch.bool, device=device)
+    if keep > MOST_BEAMS or count * k > MOST_CANDIDATES:
+        return tree_reference.grow_beams(beams, log_probs, ids, to_target, found, first, widths, keep, node)
+    device, above = ids.device, beams.sees
+    tokens, parents, numbers = (torch.empty(rows, keep, dtype=torch.long, device=device) for _ in range(3))
+    scores = torch.empty(rows, keep, dtype=torch.float32, device=device)
+    seen, strides = (0, (0, 0)) if above is None else (above.shape[2], above.stride()[:2])
+    sees = None if above is None else torch.empty(rows, keep, seen, dtype=torch.bool, device=device)
     wide = max(16, triton.next_power_of_2(count * k))
     _grow[(rows,)](
-        log_probs.contiguous(), ids.contiguous(), to_target, beams.numbers, beams.scores, beams.sees.view(torch.uint8),
-        *found, widths, tokens, parents, numbers, scores, sees.view(torch.uint8), count, k, found.tokens.shape[1],
-        first, *beams.sees.stride()[:2], node or 0, seen, wide=wide, lanes=max(16, triton.next_power_of_2(seen)),
-        keep=node is not None, num_warps=1 if wide <= 64 else 4,
+        log_probs.contiguous(), ids.contiguous(), to_target, beams.numbers, beams.scores,
+        None if above is None else above.view(torch.uint8), *found, widths, tokens, parents, numbers, scores,
+        None if sees is None else sees.view(torch.uint8), count, k, found.tokens.shape[1], first, keep, *strides, node,
+        seen, wide=wide, lanes=max(16, triton.next_power_of_2(seen)), num_warps=1 if wide <= 64 else 4,
     )  # fmt: skip
-    return beams if node is None else Beams(tokens, parents, numbers, scores, sees)
+    return Beams(tokens, parents, numbers, scores, sees) if keep else beams
