@@ -24,7 +24,7 @@ from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.target_side import TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
-PROMPTS, UPDATES = 8, 40
+PROMPTS, UPDATES = 8, 150
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif(
@@ -60,8 +60,7 @@ def test_tokens_and_counts(target: Path, tmp_path: Path, verdicts: list[dict[str
     ours = our_answers(own, prompts)
     given = [one.pop("prompt_ids") for one in ours]
     version, theirs = vllms_answers(tmp_path / "vllm", str(target), given, method="dflash")
-    pairs = list(zip(ours, theirs, strict=True))
-    equal = [mine == its for mine, its in pairs]
+    different = [(dict(mine), dict(its)) for mine, its in zip(ours, theirs, strict=True) if mine != its]
     verdicts.append(
         {
             "judge": f"vLLM {version}, CPU build",
@@ -69,9 +68,9 @@ def test_tokens_and_counts(target: Path, tmp_path: Path, verdicts: list[dict[str
             "compared": f"float32, greedy, chain of {STEPS}, {MAX_TOKENS} tokens of each prompt",
             "prompts": [
                 {"tokens_equal": mine.pop("output_ids") == its.pop("output_ids"), "ours": mine, "theirs": its}
-                for mine, its in pairs
+                for mine, its in zip(ours, theirs, strict=True)
             ],
         }
     )
-    assert all(equal), pairs
+    assert not different, different
     assert sum(one["accepted_by_depth"][2] for one in ours) > 20, "counts near zero would compare nothing"
