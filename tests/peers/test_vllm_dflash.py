@@ -47,6 +47,8 @@ def write_head(target: Path, prompts: list[list[int]], directory: Path, **varian
     model = trained_head(plan, settings, start_head(plan, settings, loaded, 0, [batch]), side.teacher)
     fit(model, side, batch, STEPS, updates=UPDATES)
     side.capture.remove()
+    first, second = (layer.self_attn.k_norm.weight.data for layer in model.head.layers)
+    second.copy_(first)  # vLLM 0.32.0 on a CPU reads the first layer's for the keys of all layers
     meta = {"target": describe_target(loaded), "token_map_sha256": kept.sha256}
     return save_draft(directory, model.head.state_dict(), plan.config, plan.token_map, meta)
 

@@ -34,9 +34,9 @@ AGAIN = 0.1  # settings that are slower than the best by no more run again
 PASSES = 3  # over the prompts at most
 SHOWN = 6  # settings of each batch size that are printed
 NOTE = (
-    "perfect drafts are plain decoding's answers again, as deep as the deepest shape, in no time: the engine's "
-    "ceiling. adaptive is what a server does without settings: the head up to the best shapes, or lookup where the text "
-    "repeats itself. The other rows draft by the head alone."
+    "perfect drafts are plain decoding's answers again, as deep as the deepest shape, in no time: "
+    "the engine's ceiling. adaptive is what a server does without settings: the head up to the best shapes, or lookup "
+    "where the text repeats itself. The other rows draft by the head alone."
 )
 
 
