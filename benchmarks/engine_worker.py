@@ -151,8 +151,9 @@ def quantised_by_torchao(model: Any) -> tuple[str, float]:
 
 
 class Vllm:
-    """vLLM's CPU build: plain, with an EAGLE-3 head as a chain, with lookup (draft "ngram") or with the target's MTP
-    module (draft "native"). ngram: the shortest and the longest n-gram.
+    """vLLM's CPU build: plain, with a head of ours as a chain (method: vLLM's name of its kind, or EAGLE-3), with
+    lookup (draft "ngram") or with the target's MTP module (draft "native"). ngram: the shortest and the longest
+    n-gram.
     """
 
     most = None  # prompts at a time: any number
@@ -226,8 +227,9 @@ def _vllm_drafts(settings: dict[str, Any]) -> tuple[dict[str, Any] | None, str |
         shortest, longest = settings["ngram"]
         lookup = {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         return {**lookup, "num_speculative_tokens": steps}, f"lookup of {steps} after {shortest} to {longest} tokens"
+    method = settings.get("method", "eagle3")
     return (
-        {"method": "eagle3", "model": draft, "num_speculative_tokens": steps},
+        {"method": method, "model": draft, "num_speculative_tokens": steps},
         f"chain of {steps} by our exported head",
     )
 

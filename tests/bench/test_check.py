@@ -40,7 +40,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import micro_step, supervised_counts
 from toolkit.train.target_side import TargetSide
-from toolkit.train_settings import TrainSettings, UnrollSettings
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
 
 PROMPTS, TOKENS, SIZE, STEPS = 8, 8, 128, 2
@@ -65,9 +65,8 @@ def written_by(target, prompts, **sampling) -> Batch:
     return answered(prompts, answers)
 
 
-@pytest.fixture(scope="module")
-def good_head(tiny_target_directory, tmp_path_factory) -> Path:
-    """The draft directory of a head that knows the answers to the check's prompts, and what is sampled after them."""
+def train_good(tiny_target_directory: Path, directory: Path, head_settings: HeadSettings) -> Path:
+    """A head that knows the answers to the check's prompts, and what is sampled after them, as a draft directory."""
     target = read_target(tiny_target_directory)
     texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
@@ -76,7 +75,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     counts = sum(torch.bincount(batch.input_ids[batch.response], minlength=target.vocab_size) for batch in batches)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
     token_map = build_token_map(counts, size=SIZE, forced_ids=forced)
-    settings = TrainSettings(unroll=UnrollSettings(ttt_steps=STEPS))
+    settings = TrainSettings(head=head_settings, unroll=UnrollSettings(ttt_steps=STEPS))
     plan = plan_head(settings, target, token_map)
     head = start_head(plan, settings, target, 0, batches[:1])
     side = TargetSide(target, plan.token_map, plan.aux_layer_ids, "fp32")
@@ -90,9 +89,14 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
         optimizer.step()
     side.capture.remove()
     meta = {"target": describe_target(target), "token_map_sha256": token_map.sha256}
-    directory = save_draft(tmp_path_factory.mktemp("good") / "ckpt", head.state_dict(), plan.config, token_map, meta)
+    save_draft(directory, head.state_dict(), plan.config, token_map, meta)
     write_json(directory / "measured.json", {"check": open_checked(EngineConfig(draft=directory)).reference})
     return directory
+
+
+@pytest.fixture(scope="module")
+def good_head(tiny_target_directory, tmp_path_factory) -> Path:
+    return train_good(tiny_target_directory, tmp_path_factory.mktemp("good") / "ckpt", HeadSettings())
 
 
 @pytest.fixture
@@ -289,6 +293,31 @@ def test_the_target_s_own_module(tiny_target, tmp_path):
     status, rows = check(Path("native"), tmp_path / "check.json", "--target", str(tmp_path / "target"))
     assert status == 0 and rows["target"]["detail"].startswith("the module is part of"), rows
     assert "take no tree" in rows["greedy"]["detail"]
+
+
+@pytest.mark.slow
+def test_a_causal_block_head_in_every_command(tiny_target_directory, tmp_path, monkeypatch, capsys):
+    """JetSpec's: `check` passes it, `search` measures what it forecast, and `export` says who writes its GGUF file."""
+    jetspec = HeadSettings(kind="dspark", causal=True, markov_rank=0)
+    directory = train_good(tiny_target_directory, tmp_path / "ckpt", jetspec)
+    status, rows = check(directory, tmp_path / "check.json")
+    assert status == 0 and rows["acceptance"]["measured"] > 1.3, rows
+    for few in ("step_times.TURNS", "step_times.AGAIN_TURNS", "search.PASSES"):
+        monkeypatch.setattr(f"toolkit.bench.{few}", 1)
+    record = tmp_path / "s.json"
+    small = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-draft-tokens", "4", "--out", str(record)]
+    assert main(["forecast", "--draft", str(directory), *small]) == 0
+    wanted = {
+        f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}": row["accept_length"]
+        for row in read_record(record, "forecast")["rows"]
+    }
+    assert main(["search", "--draft", str(directory), *small]) == 0
+    found = {row["setting"]: row for row in read_record(record, "search")["rows"] if row["measured_tokens_per_s"]}
+    assert found["perfect drafts"]["accept_length"] == STEPS + 1 and len(wanted.keys() & found.keys()) == 3
+    for name in wanted.keys() & found.keys():
+        assert found[name]["accept_length"] == pytest.approx(wanted[name]), name
+    assert main(["export", "--draft", str(directory), "--to", "gguf", "--out", str(tmp_path / "o")]) == 2
+    assert "llama.cpp's own converter" in capsys.readouterr().err
 
 
 # -- what is no head ---------------------------------------------------------------------------------------------------

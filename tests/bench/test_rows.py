@@ -6,7 +6,7 @@ import torch
 
 from toolkit.bench import rows as rows_module
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.rows import tabulate
+from toolkit.bench.rows import by_context, tabulate
 from toolkit.bench.side_by_side import LoggedAnswer, Question, Round, Sampling, Trial
 from toolkit.infer.engine.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
@@ -81,3 +81,16 @@ def test_answers_that_part_are_counted_apart(two_tasks, monkeypatch):
     ):
         found = tabulate(rounds_of(*runs), trial_of(temperature, deterministic), [CHAIN])
         assert tuple(found["rows"][0][name] for name in counts) == wanted
+
+
+def test_acceptance_by_context():
+    """The context of a step is the prompt and what is written before the step, plain steps and the cut one included:
+    510, 513, 514 tokens. A head that is trained on short texts shows here where it decays."""
+    plain_step = replace(step(0), offered=0, depth_offered=0)
+    longer = answer("1", "math", range(10, 18), [step(2), plain_step, step(1), step(1, truncated=True)])
+    longer = replace(longer, question=replace(longer.question, prompt_ids=(5,) * 509))
+    short = answer("2", "math", range(10, 13), [step(1)])
+    assert by_context([longer, short]) == [
+        {"from": 0, "below": 512, "verify_steps": 2, "accept_length": 2.5, "interval": [2.0, 3.0]},
+        {"from": 512, "below": 1024, "verify_steps": 1, "accept_length": 2.0, "interval": [None, None]},
+    ]

@@ -62,6 +62,8 @@ def test_the_better_prediction_wins_among_close_ones():
     assert winner([replace(plain, measured=99.0), chain, tree]) is chain
     adaptive = Setting("adaptive", tree.shape, measured=101.0)
     assert winner([plain, chain, tree, adaptive]) is adaptive
+    perfect = replace(adaptive, name="perfect drafts", measured=500.0)
+    assert winner([plain, chain, tree, perfect]) is tree, "it is no setting"
 
 
 def test_groups_are_full():
@@ -99,9 +101,11 @@ def test_search_of_a_tiny_head(tiny_target, tiny_draft, monkeypatch, batch, temp
     assert all(one.predicted > 0 for one in settings)
     measured = {one.name: one for one in confirm(trial, settings, times) if one.measured is not None}
     chosen = {one.as_text(): one for one in finalists(settings)}
-    assert set(measured) == {"plain", "adaptive", *chosen} and all(one.measured > 0 for one in measured.values())
+    assert set(measured) == {"plain", "adaptive", "perfect drafts", *chosen}
+    assert all(one.measured > 0 for one in measured.values())
     assert temperatures == {temperature}
     assert measured["plain"].accept_length == 1.0
+    assert measured["perfect drafts"].accept_length == 3.0, "each of the prompts that come twice has its answer"
     assert measured["adaptive"].shape == DraftShape.covering(chosen.values())
     if temperature == 0:  # float32 and the same prompts: what is counted is what was forecast of these answers
         for name, shape in chosen.items():

@@ -25,6 +25,17 @@ def test_tables_hold_every_shape_and_every_task_of_the_best_one(record):
     assert "By task, tree 4x4/16" in text and "rewriting (5) 2.61 [2.52, 2.71]" in text
 
 
+def test_a_table_by_context_where_there_are_two(record):
+    """Text that fits one class has no such table; a setting without steps in a class has a dash there."""
+    short = {"from": 0, "below": 512, "verify_steps": 40, "accept_length": 2.5, "interval": [2.4, 2.6]}
+    for row in record["rows"]:
+        row["by_context"] = [short]
+    assert "by tokens before the step" not in printed(record)
+    record["rows"][0]["by_context"] = [short, short | {"from": 4096, "below": 8192, "accept_length": 1.5}]
+    text = " ".join(printed(record).split())
+    assert "under 512 2.50 [2.40, 2.60] 2.50 [2.40, 2.60] 4096 to 8191 1.50 [2.40, 2.60] - " in text
+
+
 def with_adaptive(record, adaptive, chain, tree):
     """The record with these speedups; adaptive drafting drafted in 30 % of its steps."""
     for row in list(record["rows"]):

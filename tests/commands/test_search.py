@@ -75,7 +75,7 @@ def test_search_and_what_starts_from_it(
     line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--out", "s.json"]
     assert cli.main(line) == 0
     out = capsys.readouterr().out
-    assert "batch 1: " in out and "batch 4: " in out and "(best)" in out
+    assert "batch 1: " in out and "batch 4: " in out and "(best)" in out and out.count("; perfect drafts: ") == 2
     assert "or lookup where the text repeats itself. The other rows draft by the head alone." in " ".join(out.split())
     assert out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
     record, kept = read_record("s.json", "search"), json.loads(Path("ckpt/search.json").read_text())
@@ -83,7 +83,7 @@ def test_search_and_what_starts_from_it(
     for batch in ("1", "4"):
         rows = [row for row in record["rows"] if row["batch"] == int(batch)]
         assert [row["setting"] for row in rows if row["predicted_tokens_per_s"]] == ["plain", *SHAPES]
-        assert sum(row["measured_tokens_per_s"] is not None for row in rows) == 5
+        assert sum(row["measured_tokens_per_s"] is not None for row in rows) == 6
         best = kept["found"]["greedy"][batch]
         assert (
             record["best"][batch].items() <= best.items()

@@ -16,10 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import train_tokenizer
 from toolkit import cli
 
 pytestmark = [
@@ -28,28 +25,6 @@ pytestmark = [
         "TOOLKIT_VLLM_PYTHON" not in os.environ, reason="TOOLKIT_VLLM_PYTHON names no interpreter that has vLLM"
     ),
 ]
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    """As the tiny target, with heads of 32: vLLM's attention on a CPU has none of 16."""
-    tokenizer = train_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=7,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tests.infer.conftest import (
 )
 from tests.pretend_cuda.device import pretended_cuda
 from tests.pretend_cuda.seen import seen
+from toolkit.bench.side_by_side import PerfectDrafter
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.lookup import NgramLookup
@@ -44,8 +45,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """draft: a name as in tests/infer/conftest.py, "none", "composed" or "adaptive". verify: as of the engine.
-    deterministic: any text; "": without."""
+    """draft: a name as in tests/infer/conftest.py, "none", "composed", "adaptive" or "perfect" (the answers).
+    verify: as of the engine. deterministic: any text; "": without."""
 
     draft: str
     shape: str
@@ -61,25 +62,29 @@ class Case:
 def draft_of(name: str, target: Target) -> Draft | None:
     if name == "none":
         return None
-    if name == "ngram":
+    if name in ("ngram", "perfect"):
         return NgramLookup(min_n=1)
     if name in ("eagle3", "composed", "adaptive"):
         return build_small_draft(target)
     return build_small_dspark(target, name) if name in DSPARK_HEADS else build_shared_head(target, name)
 
 
-def engine_of(case: Case, target: Target, verify: str, **how: Any) -> Engine:
-    """An engine of the case with a head on the target's device."""
+def engine_of(case: Case, target: Target, verify: str, known: list[list[Any]] | None = None, **how: Any) -> Engine:
+    """An engine of the case with a head on the target's device. known: the answers, which "perfect" drafts."""
     draft = draft_of(case.draft, target)
     if isinstance(draft, DraftCheckpoint):
         draft = replace(draft, head=copy.deepcopy(draft.head).to(target.device))
-    return Engine(
+    engine = Engine(
         target, draft, None if draft is None else DraftShape.parse(case.shape), max_running_requests=ROWS,
         context_length=128, verify=verify, adaptive=case.draft == "adaptive",
         deterministic=bool(case.deterministic),
         lookup=True if case.draft == "composed" else None,
         max_total_tokens=1400, chunked_prefill_size=16, short_lived=True, **how,
     )  # fmt: skip
+    if case.draft == "perfect":
+        drafter = engine.drafter = PerfectDrafter(DraftShape.parse(case.shape).num_steps)
+        drafter.answers = {seed: tuple(ids) for seed, (ids, *_) in enumerate(known or ())}
+    return engine
 
 
 def answers(case: Case, engine: Engine, step: Callable[[], Any] | None = None) -> list[list[Any]]:
@@ -149,10 +154,11 @@ def compare_rounds(text: str) -> dict[str, dict[str, Any]]:
     # Drafts that are drawn run eagerly, so with graphs "auto" is "target".
     verify = {"eager": case.verify, "recorded": "target" if case.verify == "auto" else case.verify}
     with patch("secrets.randbits", lambda _bits: 5):  # the seeds of requests that state none
-        wanted = {one: answers(case, engine_of(case, host, one)) for one in set(verify.values())}
+        known = answers(case, engine_of(case, host, case.verify)) if case.draft == "perfect" else None
+        wanted = {one: answers(case, engine_of(case, host, one, known)) for one in set(verify.values())}
         with pretended_cuda():
             target = replace(host, model=copy.deepcopy(host.model).to("cuda"))
             for kind in verify:
-                engine = engine_of(case, target, case.verify, disable_cuda_graph=kind == "eager")
+                engine = engine_of(case, target, case.verify, known, disable_cuda_graph=kind == "eager")
                 found[kind] = compared(case, engine, wanted[verify[kind]])
     return found

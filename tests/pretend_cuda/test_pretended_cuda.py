@@ -14,8 +14,8 @@ ROUNDS = [
     f"round:{case}"
     for case in (
         "eagle3/3,1,4/penalty", "eagle2/3,3,8/asking", "mtp-three-layers/3,1,4/cut/block",
-        "mtp/3,3,8/cut", "adaptive/3,3,8/asking", "ngram/3,1,4/asking", "composed/3,3,8/asking",
-        "dspark/256/cut", "dflash/16/cut", "eagle3/3,1,4/asking/auto",
+        "mtp/3,3,8/cut", "adaptive/3,3,8/asking", "ngram/3,1,4/asking", "perfect/3,1,4/cut",
+        "composed/3,3,8/asking", "dspark/256/cut", "dflash/16/cut", "eagle3/3,1,4/asking/auto",
         "eagle3/3,3,8/asking/target/deterministic",  # the last one: it changes the target's modules
     )
 ]  # fmt: skip
@@ -59,13 +59,13 @@ def test_the_engine_writes_what_it_writes_on_the_cpu(found) -> None:
 
 @pytest.mark.slow
 def test_every_drafter_verifier_and_setting() -> None:
-    """Other heads, lookup, composed and adaptive drafting, verify rules, log-probabilities, penalties and biases; other
-    attention and products where the bits have to be the same."""
+    """Other heads, lookup, composed and adaptive drafting, perfect drafts, verify rules, log-probabilities, penalties
+    and biases; other attention and products where the bits have to be the same."""
     found = said_by("pretend_cuda.run", *ROUNDS)
     for case, kinds in found.items():
         check_rounds(case, kinds)
     accepting = {case.partition(":")[2].split("/")[0] for case, kinds in found.items() if kinds["eager"]["accepted"]}
-    assert accepting >= {"eagle2", "mtp", "eagle3", "ngram", "composed"}
+    assert accepting >= {"eagle2", "mtp", "eagle3", "ngram", "composed", "perfect"}
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

@@ -78,12 +78,12 @@ def measure_acceptance(
         **({"draft_confidence": config.draft_confidence} if config.draft_confidence else {}),
         **({"cuda_graph_max_bs": config.with_graph_sizes().cuda_graph_max_bs} if recorded else {}),
     }
-    perfect = _perfect_depth(target, draft, shapes, adaptive, forced)
+    perfect = None if forced is not None else (adaptive or adaptive_limit(shapes, draft)).num_steps
     kept = None if keep is None else _resume_log(keep, target, draft, {**settings, "perfect": perfect})
     with _modes(trial.with_room(), shapes, adaptive, forced, perfect) as modes:
         rounds = run_side_by_side(
             modes, target.tokenizer, trial.prompts, trial.sampling,
-            batch=trial.batch, warmup=warmup, keep=kept, on_progress=on_progress,
+            batch=trial.batch, warmup=trial.first(warmup), keep=kept, on_progress=on_progress,
         )  # fmt: skip
     return make_record(
         "acceptance", command_line(), settings, **tabulate(rounds, trial, shapes, check_tokens, adaptive, forced),
@@ -143,15 +143,6 @@ def _modes(
         if perfect is not None:
             modes.append(engines.open_perfect(perfect))
         yield modes
-
-
-def _perfect_depth(
-    target: Target, draft: Draft, shapes: Sequence[DraftShape], most: DraftShape | None, forced: ForcedAcceptance | None
-) -> int | None:
-    """The tokens of a perfect draft; None: not measured. On a GPU its rounds are eager and would be no ceiling."""
-    if forced is not None or target.device.type != "cpu":
-        return None
-    return (most or adaptive_limit(shapes, draft)).num_steps
 
 
 def measured_summary(record: dict[str, Any]) -> dict[str, Any]:

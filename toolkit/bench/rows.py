@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,7 +15,7 @@ from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.bench.side_by_side import PERFECT, LoggedAnswer, Round, Trial
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
-from toolkit.infer.request.request import summarise
+from toolkit.infer.request.request import VerifyEvent, summarise
 from toolkit.infer.verify.token_distribution import uniform
 from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.targets.target import Target
@@ -22,6 +23,7 @@ from toolkit.targets.target import Target
 ALL = "all"
 HEAD_ALONE = f"{ADAPTIVE}, no lookup"  # the mode of adaptive drafting without lookup; its rows have "lookup": False
 Key = tuple[str, int]  # question_id, turn
+CONTEXTS = tuple(512 << n for n in range(12))  # bounds in tokens of `by_context`
 
 
 def tabulate(
@@ -63,6 +65,8 @@ def tabulate(
             row = {"method": trial.draft.kind, **keys, "temperature": temperature, "verify": trial.config.verify}
             row["task"] = task
             row |= _row(rounds, mode, task, judged if check_tokens else None)
+            if task == ALL:
+                row["by_context"] = by_context(_answers(rounds, mode))
             rows.append(row if forced is None else {**row, **_forced(rounds, mode, task, forced)})
     return {"rows": rows, "answers": answers, "times": _times(rounds), "divergences": divergences}
 
@@ -110,7 +114,7 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "truncated_steps": stats.truncated_steps,
         "drafted_share": sum(event.offered > 0 for event in events) / len(events) if events else None,
         "accept_length": number(stats.accept_length),
-        "interval": _interval(answers),
+        "interval": _interval((_key(answer)[0], answer.events) for answer in answers),
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
         **_speed(rounds, mode, task),
@@ -131,18 +135,46 @@ def _equality(answers: int | None, near: Sequence[bool | None]) -> dict[str, Any
     }
 
 
-def _interval(answers: Sequence[LoggedAnswer]) -> list[float | None]:
-    """Bootstrap over prompts: the numerator is a prompt's committed tokens, the denominator its verify steps."""
-    by_prompt: dict[str, list[LoggedAnswer]] = {}
-    for answer in answers:
-        by_prompt.setdefault(answer.question.prompt.question_id, []).append(answer)
+def _interval(parts: Iterable[tuple[str, Sequence[VerifyEvent]]]) -> list[float | None]:
+    """Bootstrap over prompts: the numerator is a prompt's committed tokens, the denominator its verify steps.
+
+    parts: question_id, and verify steps of that prompt."""
+    by_prompt: dict[str, list[VerifyEvent]] = {}
+    for question_id, events in parts:
+        by_prompt.setdefault(question_id, []).extend(events)
     steps, committed = [], []
     for of_prompt in by_prompt.values():
-        stats = summarise(event for answer in of_prompt for event in answer.events)
+        stats = summarise(of_prompt)
         steps.append(stats.verify_steps)
         committed.append(stats.verify_steps + stats.accepted)
     found = ratio_interval(committed, steps)
     return [None, None] if found is None else list(found)
+
+
+def by_context(answers: Iterable[LoggedAnswer]) -> list[dict[str, Any]]:
+    """Return accept_length by the tokens before a verify step, those of the prompt too: an entry for each range
+    between CONTEXTS that has steps.
+
+    from, below: its bounds; below is None without an upper one."""
+    found: dict[int, list[tuple[str, list[VerifyEvent]]]] = {}
+    for answer in answers:
+        length = len(answer.question.prompt_ids) + 1  # the first token of an answer comes from the prefill
+        for event in answer.events:
+            found.setdefault(bisect_right(CONTEXTS, length), []).append((_key(answer)[0], [event]))
+            length += event.committed
+    bounds = (0, *CONTEXTS, None)
+    stats = {at: summarise(event for _, events in found[at] for event in events) for at in sorted(found)}
+    return [
+        {
+            "from": bounds[at],
+            "below": bounds[at + 1],
+            "verify_steps": one.verify_steps,
+            "accept_length": number(one.accept_length),
+            "interval": _interval(found[at]),
+        }
+        for at, one in stats.items()
+        if one.verify_steps
+    ]
 
 
 def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import Mode, Progress, Round, SideBySide, Trial, run_side_by_side
+from toolkit.bench.side_by_side import PERFECT, Mode, Progress, Round, SideBySide, Trial, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.bench.table import NONE, decimal, new_table, wide_console
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
@@ -34,8 +34,9 @@ AGAIN = 0.1  # settings that are slower than the best by no more run again
 PASSES = 3  # over the prompts at most
 SHOWN = 6  # settings of each batch size that are printed
 NOTE = (
-    "adaptive is what a server does without settings: the head up to the best shapes, or lookup where the text repeats "
-    "itself. The other rows draft by the head alone."
+    "perfect drafts are plain decoding's answers again, as deep as the deepest shape, in no time: "
+    "the engine's ceiling. adaptive is what a server does without settings: the head up to the best shapes, or lookup "
+    "where the text repeats itself. The other rows draft by the head alone."
 )
 
 
@@ -43,7 +44,8 @@ NOTE = (
 class Setting:
     """A setting at one batch size. shape: None for plain decoding; of adaptive drafting the largest one.
 
-    forecast: accept_length; predicted: tokens per second of the batch; both and parts are None for adaptive drafting.
+    forecast: accept_length; predicted: tokens per second of the batch; both and parts are None for adaptive drafting
+    and perfect drafts.
     accept_length, measured: the same of the end-to-end run; None if there was none.
     """
 
@@ -90,16 +92,18 @@ def finalists(settings: Sequence[Setting]) -> list[DraftShape]:
 def confirm(
     trial: Trial, settings: Sequence[Setting], times: StepTimes, on_progress: Progress | None = None
 ) -> list[Setting]:
-    """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
+    """Runs plain decoding, adaptive drafting up to the finalists, every finalist and perfect drafts, in turns.
 
     Adaptive drafting starts from the measured times and has lookup, as it will be served. Prompts are repeated until
-    every group of `times.batch` is full. Returns the settings and adaptive drafting, with what was measured.
+    every group of `times.batch` is full. Returns the settings, adaptive drafting and perfect drafts as deep as
+    the deepest of them, with what was measured.
     on_progress(done, total): counts answers, PASSES passes in total.
     """
     trial = replace(trial, config=replace(trial.config, verify="target")).with_room()
     shapes = finalists(settings)
     most = DraftShape.covering(shapes)
-    with SideBySide(trial.config, trial.target, 3) as engines:
+    deepest = max(one.shape.num_steps for one in settings if one.shape is not None)
+    with SideBySide(trial.config, trial.target, 4) as engines:
         learned = engines.open(trial.draft, most, adaptive=True)
         assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
         known = step_costs(most, [times.to_json()], shapes)
@@ -107,17 +111,19 @@ def confirm(
         speculative = engines.open(trial.draft, shapes[0])
         modes = [Mode(engines.open(), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape, label=shape.as_text()) for shape in shapes]
+        modes.append(engines.open_perfect(deepest))
         run = _run_passes(trial, modes, on_progress)
     return [
         replace(one, accept_length=accept_length_of(run[one.name]), measured=speed_of(run[one.name]))
         if one.name in run
         else one
-        for one in (*settings, Setting(ADAPTIVE, most))
+        for one in (*settings, Setting(ADAPTIVE, most), Setting(PERFECT, DraftShape.chain(deepest)))
     ]
 
 
 def _run_passes(trial: Trial, modes: Sequence[Mode], on_progress: Progress | None) -> dict[str, list[Round]]:
-    """Runs all modes over the prompts, then the best and those that are close to it again. Returns rounds by mode."""
+    """Runs all modes over the prompts, then the best and those that are close to it again; perfect drafts once. Returns
+    rounds by mode."""
     prompts = full_groups(trial.prompts, trial.batch)
     planned = sum(len(prompt.turns) for prompt in prompts) * len(modes) * PASSES
     run: dict[str, list[Round]] = {mode.name: [] for mode in modes}
@@ -130,11 +136,12 @@ def _run_passes(trial: Trial, modes: Sequence[Mode], on_progress: Progress | Non
     for number in range(PASSES):
         rounds = run_side_by_side(
             modes, trial.target.tokenizer, prompts, trial.sampling,
-            batch=trial.batch, warmup=0 if number else 1, on_progress=show,
+            batch=trial.batch, warmup=0 if number else trial.first(1), on_progress=show,
         )  # fmt: skip
         done += sum(len(one.answers) for one in rounds)
         for one in rounds:
             run[one.mode].append(one)
+        modes = [mode for mode in modes if mode.name != PERFECT]
         least = (1 - AGAIN) * max(speed_of(run[mode.name]) for mode in modes)
         modes = [mode for mode in modes if speed_of(run[mode.name]) >= least]
         if len(modes) == 1:
@@ -166,7 +173,7 @@ def winner(settings: Sequence[Setting]) -> Setting:
     Of those that come CLOSE to it, and are not slower than plain decoding, the best predicted one: a prediction rests
     on more tokens than one short run.
     """
-    run = [(one.measured, one) for one in settings if one.measured is not None]
+    run = [(one.measured, one) for one in settings if one.measured is not None and one.name != PERFECT]
     speed, best = max(run, key=lambda pair: pair[0])
     if best.predicted is None:
         return best
@@ -188,6 +195,8 @@ def print_search(record: Mapping[str, Any], console: Console | None = None) -> N
         gain = " decoding is the best: no draft pays here"
         if best != PLAIN:
             gain = f", {speeds[best] / speeds[PLAIN]:.2f}x plain decoding"
+        if PERFECT in speeds:
+            gain += f"; perfect drafts: {speeds[PERFECT] / speeds[PLAIN]:.2f}x"
         console.print(Text(f"batch {batch}: {best}{gain}", style="bold"))
         console.print(_table(rows, best))
     console.print(Text(NOTE))

@@ -74,12 +74,13 @@ class Mode:
 class PerfectDrafter(NoDrafter):
     """Drafts known answers, a chain of `depth` tokens a step: what the engine gains when every draft is right.
 
-    answers: by the ids of a prompt.
+    answers: by a request's seed, which differs between questions. Drafts past the answer's end are padded: on a GPU
+    each size of tree is another graph.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.answers: dict[int | None, tuple[int, ...]] = {}
 
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         drafts = [list(self._following(request)) if request.speculative else [] for request in requests]
@@ -88,7 +89,8 @@ class PerfectDrafter(NoDrafter):
 
     def _following(self, request: Request) -> tuple[int, ...]:
         written = len(request.output_ids)
-        return self.answers.get(tuple(request.prompt_ids), ())[written : written + self.depth]
+        known = self.answers.get(request.params.seed, ())[written : written + self.depth]
+        return (*known, *[0] * (self.depth - len(known))) if known else ()
 
     def set_shape(self, shape: DraftShape) -> None:
         self.depth = shape.num_steps
@@ -114,7 +116,7 @@ def run_side_by_side(
     kept = {} if keep is None else keep.read(prompts, sampling)
     groups = range(0, len(prompts), batch)
     if len(kept) < len(groups):
-        _warm_up(modes, tokenizer, prompts[:warmup], sampling)
+        _warm_up(modes, tokenizer, prompts[:warmup], sampling, batch)
     total, done = sum(len(prompt.turns) for prompt in prompts) * len(modes), 0
     rounds: list[Round] = []
     place = 0
@@ -135,11 +137,21 @@ def run_side_by_side(
     return rounds
 
 
-def _warm_up(modes: Sequence[Mode], tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    for prompt in prompts:
-        ids = tuple(prompt_ids(tokenizer, [*_system(prompt), _user(prompt.turns[0])]))
+def _warm_up(modes: Sequence[Mode], tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> None:
+    for start in range(0, len(prompts), batch):
+        questions = []
+        for prompt in prompts[start : start + batch]:
+            ids = tuple(prompt_ids(tokenizer, [*_system(prompt), _user(prompt.turns[0])]))
+            questions.append(Question(prompt, 0, ids, sampling.params(prompt, 0)))
         for mode in modes:
-            _answer(mode, [Question(prompt, 0, ids, sampling.params(prompt, 0))], limit=WARMUP_TOKENS)
+            _tell(modes, _answer(mode, questions, limit=WARMUP_TOKENS))
+
+
+def _tell(modes: Sequence[Mode], done: Round) -> None:
+    """Give plain decoding's answers to the perfect drafters."""
+    for drafter in (mode.engine.drafter for mode in modes if mode.name == PERFECT and done.mode == PLAIN):
+        assert isinstance(drafter, PerfectDrafter)
+        drafter.answers = {one.question.params.seed: one.output_ids for one in done.answers}
 
 
 def _answer_group(
@@ -158,10 +170,7 @@ def _answer_group(
         for mode in [*rotated([one for one in modes if one.name != PERFECT], place + turn), *last]:
             done = _answer(mode, questions)
             yield done
-            if done.mode == PLAIN:
-                known = {answer.question.prompt_ids: answer.output_ids for answer in done.answers}
-                for one in last:
-                    one.engine.drafter.answers = known  # type: ignore[attr-defined]
+            _tell(last, done)
             for answer in done.answers if mode.name == PLAIN else ():
                 text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
                 histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
@@ -360,6 +369,11 @@ class Trial:
 
     def at_batch(self, batch: int) -> Trial:
         return replace(self, config=replace(self.config, max_running_requests=batch))
+
+    def first(self, warmup: int) -> int:
+        """The prompts to decode before the clock starts. On a GPU a whole group at least: rounds whose drafts the host
+        makes (lookup's, perfect ones) are recorded when they first run."""
+        return max(warmup, self.batch) if warmup and self.target.device.type == "cuda" else warmup
 
     def with_room(self) -> Trial:
         """In a context as long as the conversations need."""

@@ -51,6 +51,9 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
         console.print(Text(f"By task, {shape_name(headline)}{forced_text(record, ', ')}", style="bold"))
         tasks = [(f"{row['task']} ({row['prompts']})", row) for row in by_task]
         console.print(_table(tasks, "task (prompts)", None, console.width))
+    if any(len(row.get("by_context") or ()) > 1 for row in rows):
+        console.print(Text("accept_length [95 %] by tokens before the step", style="bold"))
+        console.print(_context_table(rows))
     for line in (
         drafted_line(record),
         verdict_line(record),
@@ -59,6 +62,16 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
     ):
         if line:
             console.print(Text(line))
+
+
+def _context_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A column for each setting, a row for each class of contexts."""
+    table = new_table("tokens", [shape_name(row) for row in rows])
+    by_bounds = [{(one["from"], one["below"]): one for one in row["by_context"]} for row in rows]
+    for low, high in sorted({bounds for one in by_bounds for bounds in one}):
+        bounds = f"under {high}" if low == 0 else f"{low} to {high - 1}" if high else f"from {low}"
+        table.add_row(bounds, *(length_text(one[low, high]) if (low, high) in one else NONE for one in by_bounds))
+    return table
 
 
 def wide_console() -> Console:

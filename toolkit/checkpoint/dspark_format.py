@@ -270,5 +270,6 @@ FORMAT = Format(
     },
     aux={"aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0, "target_layer_ids": 1},
     writers={"sglang": _sglang, "vllm": _vllm, "speculators": _speculators},
-    why_not="SafeAILab's code and llama.cpp have no such model; --to sglang, vllm and speculators are possible",
+    why_not="SafeAILab's code has no such model, and llama.cpp's own converter reads what --to vllm writes; "
+    "--to sglang, vllm and speculators are possible",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from toolkit.bench.acceptance import describe_draft, measured_target
 from toolkit.bench.forecast import Surface, forecast_surface
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
 from toolkit.bench.search import confirm, finalists, predict, print_search, winner
-from toolkit.bench.side_by_side import Trial
+from toolkit.bench.side_by_side import PERFECT, Trial
 from toolkit.bench.step_times import measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.engine.config import EngineConfig
@@ -104,7 +104,7 @@ def _search_batch(trial: Trial, surface: Surface) -> tuple[list[dict[str, Any]],
         times = measure_step_times(trial, surface.shapes(), texts, lambda one: finalists(predict(surface, one)), show)
     with progress_bar(f"end to end at batch {trial.batch}", "answer") as show:
         settings = confirm(trial, predict(surface, times), times, show)
-    drafting = {one.name: one for one in settings if one.shape is not None}
+    drafting = {one.name: one for one in settings if one.shape is not None and one.name != PERFECT}
     most = drafting.pop(ADAPTIVE).shape
     assert most is not None, "it covers the finalists"
     best = {
