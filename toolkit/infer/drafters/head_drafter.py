@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits
-from toolkit.infer.attention.metadata import prompt_metadata
+from toolkit.infer.attention.metadata import FEW, AttentionMetadata, prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.draft_rollout import (
@@ -35,6 +35,7 @@ from toolkit.infer.drafters.draft_rollout import (
     Draws,
     draft_beams,
     draft_sampling_for,
+    probed_positions,
     rerank,
 )
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
@@ -144,7 +145,11 @@ class HeadDrafter(Drafter):
                 break
             after = texts[:, 1 + stage : 1 + stage + count]
             metadata = prompt_metadata(cache, first_row, starts, count)
-            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], metadata, max(starts) + count)
+            inputs_of_stage = after, hidden[:, :count], at[:, :count], metadata, max(starts) + count
+            if self.reader.writes_alone:
+                self.reader.write(*inputs_of_stage)
+                break
+            hidden = self.reader.read(stage, *inputs_of_stage)
             if whole and stage + 1 < stages:
                 inputs.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
 
@@ -298,8 +303,8 @@ class HeadDrafter(Drafter):
             self.pending = Pending(None, None)
             return root_only(rows.roots), [[] for _ in requests]
         counts = self.unread[: len(requests)]
-        nodes = self._read_unread(rows, max(counts))
-        ranks = nodes.shadow_ranks(counts, self.to_target, width)
+        nodes = self._read_unread(rows, max(counts), keep=1 + probed_positions(len(counts)))
+        ranks = nodes.shadow_ranks([min(count, nodes.nodes) for count in counts], self.to_target, width)
         self._finish(nodes)
         self._note_read(requests)
         return root_only(rows.roots), ranks
@@ -310,13 +315,35 @@ class HeadDrafter(Drafter):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> DraftRollout:
-        """Starts a rollout of `shape` with the unread positions of every row, at most `unread`. None: no drafts."""
+    def _read_unread(
+        self, rows: RoundRows, unread: int, shape: DraftShape | None = None, keep: int = 1
+    ) -> DraftRollout:
+        """Starts a rollout of `shape` with the unread positions of every row, at most `unread`. None: no drafts.
+
+        Of many positions only the last `keep` of each row get states, if the keys and values of the others need none.
+        """
         held = (slice(len(rows.roots)), slice(unread))
         levels = {} if shape is None else {"levels": shape.num_steps - 1, "width": shape.top_k}
         # Without contiguous(), torch runs one matmul per row and copies the weights for each.
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
-        return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], **levels)
+        tokens = self.inputs.tokens[held]
+        if self.reader.writes_alone and unread > max(FEW, keep):
+            rows, tokens, hidden = self._write_unread(rows, tokens, hidden, keep)
+        return DraftRollout(self.reader, rows, tokens, hidden, self.inputs.carry[held[0]], **levels)
+
+    def _write_unread(
+        self, rows: RoundRows, tokens: Tensor, hidden: Tensor, keep: int
+    ) -> tuple[RoundRows, Tensor, Tensor]:
+        """Writes the keys and values of the unread positions, tokens [B, P] and hidden [B, P, H]. Returns the three as
+        if only the last `keep` of each row were unread."""
+        unread, begin = tokens.shape[1], rows.lengths - rows.unread
+        at, reach = torch.arange(unread, device=self._device), rows.span(unread)
+        metadata = AttentionMetadata(self.reader.caches[0], rows.table, begin, reach, unread, None, None)
+        self.reader.write(tokens, hidden, begin[:, None] + at, metadata, reach)
+        left = rows.unread.clamp(max=keep)
+        places = ((rows.unread - left)[:, None] + at[:keep]).clamp(max=unread - 1)  # the clamp is for padding
+        hidden = hidden.gather(1, places[:, :, None].expand(-1, -1, hidden.shape[2]))
+        return replace(rows, unread=left), tokens.gather(1, places), hidden
 
     def _finish(self, nodes: DraftRollout) -> None:
         """Lets all stages read the unread positions. Does not change `inputs`, so that a failed round can run again."""
