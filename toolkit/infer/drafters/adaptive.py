@@ -139,7 +139,7 @@ class AdaptiveShape:
         self.probe_due = False
         self._acceptance = RunningAcceptance(self._top_ks, self.most.num_steps)
         self._best: Kind = PLAIN
-        # Rounds from the last comparison of all shapes to the next; the rows of the last; whether a probe came after it.
+        # Rounds from the last comparison of all shapes to the next; the last one's rows; whether a probe came after it.
         self._wait, self._compared, self._news = 1, 0, False
         self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
 

@@ -151,9 +151,7 @@ class HeadReader:
             out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
-    def write(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
-    ) -> None:
+    def write(self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int) -> None:
         """Writes the keys and values that `read` would write; arguments as there. Only if `writes_alone`."""
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
         with using(self.head.ops):

@@ -20,12 +20,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits
-from toolkit.infer.attention.metadata import FEW, AttentionMetadata, prompt_metadata
+from toolkit.infer.attention.metadata import FEW, AttentionMetadata, prompts_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.draft_rollout import (
@@ -119,8 +120,7 @@ class HeadDrafter(Drafter):
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Reads the positions that the target has read, except the last of a text: its next token is not known yet."""
         inputs, rows, stages = self.inputs, len(requests), self._head.stages
-        here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
-        whole = requests[0].unread <= tokens
+        here, whole = slice(first_row, first_row + rows), requests[0].unread <= tokens
         if whole:
             inputs.hold(first_row + rows, 1)
             inputs.counts[first_row:] = [1] * rows
@@ -130,28 +130,26 @@ class HeadDrafter(Drafter):
         if not any(map(self._drafts, requests)):
             return
         features = self.features()
-        last = upload([request.unread - 1 for request in requests], self._device)
+        counts, starts = [min(tokens, one.unread) for one in requests], [one.n_read for one in requests]
+        ends = list(accumulate(counts))
         if whole:
-            inputs.features[here, 0] = features[every, last]
+            inputs.features[here, 0] = features[0, upload(ends, self._device) - 1]
             preempted = {row: one.output_ids[-1] for row, one in enumerate(requests, start=first_row) if one.output_ids}
             inputs.set_first_tokens(preempted)  # they lost their pages
-        starts = [request.n_read for request in requests]
-        texts = unread_tokens(requests, tokens + stages, self._device)
-        at = upload(starts, self._device)[:, None] + torch.arange(tokens, device=self._device)
-        hidden = self._head.first_hidden(features)
+        at = upload([[start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]], self._device)
+        reach, hidden = max(map(sum, zip(starts, counts, strict=True))), self._head.first_hidden(features)
         for stage, cache in enumerate(self.reader.caches):
-            count = tokens - 1 - stage if whole else tokens  # the token after position i of stage k is i + 1 + k
-            if count < 1:
-                break
-            after = texts[:, 1 + stage : 1 + stage + count]
-            metadata = prompt_metadata(cache, first_row, starts, count)
-            inputs_of_stage = after, hidden[:, :count], at[:, :count], metadata, max(starts) + count
+            # The token after position i of stage k is i + 1 + k. At the end of a text it is not known: what is written
+            # there is overwritten.
+            after = unread_tokens(requests, counts, self._device, ahead=1 + stage)
+            metadata = prompts_metadata(cache, first_row, starts, counts)
             if self.reader.writes_alone:
-                self.reader.write(*inputs_of_stage)
+                self.reader.write(after, hidden, at, metadata, reach)
                 break
-            hidden = self.reader.read(stage, *inputs_of_stage)
+            hidden = self.reader.read(stage, after, hidden, at, metadata, reach)
             if whole and stage + 1 < stages:
-                inputs.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+                last = [max(end - 2 - stage, end - n) for end, n in zip(ends, counts, strict=True)]
+                inputs.carry[here, stage] = hidden[0, upload(last, self._device)]
 
     def positions_read(self, row: int, request: Request) -> int:
         return self._read[row]

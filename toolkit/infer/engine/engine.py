@@ -39,7 +39,7 @@ from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import RoundContext, Rounds, commit, round_parts
-from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
+from toolkit.infer.engine.scheduler import Move, Scheduler
 from toolkit.infer.engine.warm_up import warm_up
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import Capture
@@ -129,8 +129,7 @@ class Engine:
             )
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
-        padding: Padding = "none" if self._states is not None else "little" if device.type == "cpu" else "any"
-        self.scheduler = Scheduler(rows, chunk, self._memory, padding=padding)
+        self.scheduler = Scheduler(rows, chunk, self._memory, together=self._states is None)
         self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None
