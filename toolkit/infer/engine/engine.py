@@ -102,13 +102,13 @@ class Engine:
         with torch.inference_mode():
             self._forward = forward = TargetForward(target, deterministic=config.deterministic)
             recorded = self._records(recordable, draft, forward.kv_shape)
-            rows, chunk, states = config.max_running_requests, config.chunked_prefill_size, forward.state_shapes
+            rows, chunk, states = config.max_running_requests, config.prefill_chunk(device.type), forward.state_shapes
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
             need = CacheNeed(forward.kv_shape, rows, config.max_total_tokens, config.mem_fraction_static, *beside)
             asked, longest = config.context_length, forward.max_context
             self.context_length = self._agreed(need.context(longest) if asked is None else min(asked, longest))
             pages = self._agreed(need.pages(self.context_length))
-            pool = PagePool(rows, self.context_length + max(ROOM, chunk), pages)
+            pool = PagePool(rows, self.context_length + ROOM, pages)
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
             self.shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
