@@ -176,6 +176,27 @@ def test_mtp_equals_its_formula(inputs, embedding_first, zero_first):
         assert torch.allclose(head(embeds, hidden, torch.arange(T), causal, T, layer), read, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda: build(()),
+        lambda: build(("fc_norm", "norm_before_residual", "attention_bias", "qk_norm")),
+        lambda: Eagle2Head(Eagle2Config(**LLAMA)),
+        lambda: MtpHead(MtpConfig(**LLAMA, zero_first_embedding=True)),
+    ],
+)
+def test_keys_and_values_alone_are_those_of_the_attention(head):
+    """Serving writes them without the rest of the layer where no state is needed."""
+    made, seen = head().eval(), []
+    embeds, hidden, positions = torch.randn(T, H), torch.randn(T, H), torch.arange(T)
+    made(embeds, hidden, positions, lambda q, k, v: seen.append((k, v)) or causal(q, k, v), T)
+    assert made.writes_alone
+    ((keys, values),) = seen
+    own = made.keys_values(embeds, hidden, positions, T)
+    assert torch.equal(own[0], keys) and torch.equal(own[1], values)
+    assert not build((FURTHER,)).writes_alone
+
+
 def test_a_familys_layer_that_a_head_cannot_have_is_an_error_unless_llamas_is_asked_for():
     """A head of another form than the target's would be trained for days, and could not be written into it."""
     config = GptOssConfig(num_hidden_layers=2, hidden_size=16, intermediate_size=8, num_attention_heads=2, head_dim=8,

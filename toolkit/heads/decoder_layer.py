@@ -224,6 +224,13 @@ class DecoderLayer(AttendingLayer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[T, H] -> [T, H]."""
-        read = self.input_layernorm(x) if self.input_norm else x
-        x = x + self.self_attn(read, cos, sin, attend)
+        x = x + self.self_attn(self.read(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def read(self, x: Tensor) -> Tensor:
+        """The input of the attention."""
+        return self.input_layernorm(x) if self.input_norm else x
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that `forward` hands to `attend`."""
+        return self.self_attn.keys_values(self.read(x), cos, sin)

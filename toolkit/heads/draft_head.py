@@ -101,6 +101,15 @@ class DraftHead(nn.Module, ABC):
         previous pass; positions [T] int64, all below `reach`. Returns [T, H], the `hidden` of the next pass.
         """
 
+    @property
+    def writes_alone(self) -> bool:
+        """Whether the keys and values of a position depend on its own inputs alone: there is one attention layer."""
+        return False
+
+    def keys_values(self, embeds: Tensor, hidden: Tensor, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """The keys and values [T, kv_heads, hd] that `forward` hands to its attention; only if `writes_alone`."""
+        raise NotImplementedError
+
     def normed(self, states: Tensor) -> Tensor:
         """Outputs of `forward` [..., H] -> the input of the output matrix."""
         return states

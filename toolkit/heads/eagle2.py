@@ -80,6 +80,15 @@ class Eagle2Head(DraftHead):
             x = layer(x, cos, sin, attend)
         return x
 
+    @property
+    def writes_alone(self) -> bool:
+        return len(self.layers) == 1
+
+    def keys_values(self, embeds: Tensor, hidden: Tensor, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat((embeds, hidden), dim=-1))
+        (layer,) = self.layers
+        return layer.keys_values(x, *self.rope(positions, embeds, reach))
+
     def warm_start(self) -> WarmStart:
         """Start with `fc` as the regression to the next feature and with layers that add zero to it.
 

@@ -80,9 +80,13 @@ class DraftLayer(AttendingLayer):
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The arguments of an `Attend`, and the residual [T, H]."""
-        normed = self.hidden_norm(hidden)
-        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        x, normed = self.pair(embeds, hidden)
         return *self.self_attn.heads(x, cos, sin), normed if self.norm_before_residual else hidden
+
+    def pair(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of the attention [T, 2H], and the normed hidden state."""
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), normed
 
     def after(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
@@ -139,6 +143,14 @@ class Eagle3Head(DraftHead):
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
+
+    @property
+    def writes_alone(self) -> bool:
+        return not self.layers
+
+    def keys_values(self, embeds: Tensor, hidden: Tensor, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        x, _ = self.midlayer.pair(embeds, hidden)
+        return self.midlayer.self_attn.keys_values(x, *self.rope(positions, embeds, reach))
 
     def normed(self, states: Tensor) -> Tensor:
         return states if self.config.norm_output else self.norm(states)

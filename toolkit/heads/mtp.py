@@ -147,14 +147,28 @@ class MtpHead(DraftHead):
     ) -> Tensor:
         """As `DraftHead.forward`: one pass of layer `mtp_layer`. The module's docstring shows its inputs."""
         config, layer = self.config, self.layer(mtp_layer)
-        if config.zero_first_embedding:
-            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
-        x = layer.eh_proj(self._normed_pair(layer, embeds, hidden))
+        x = self._input(layer, embeds, hidden, positions)
         if self._family_rope is None:
             x = layer(x, *self.rope(positions, embeds, reach), attend)
         else:
             x = run_layer(layer, x, self._family_rope(positions, x), positions, attend)
         return layer.shared_head["norm"](x) if config.final_norm else x
+
+    def _input(self, layer: Any, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The input of the decoder layer, [T, H]; arguments as of `forward`."""
+        if self.config.zero_first_embedding:
+            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
+        return layer.eh_proj(self._normed_pair(layer, embeds, hidden))
+
+    @property
+    def writes_alone(self) -> bool:
+        return len(self.layers) == 1 and self._family_rope is None
+
+    def keys_values(self, embeds: Tensor, hidden: Tensor, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        layer = self.layer(0)
+        x = self._input(layer, embeds, hidden, positions)
+        found: tuple[Tensor, Tensor] = layer.keys_values(x, *self.rope(positions, embeds, reach))
+        return found
 
     def kv_sizes(self) -> KVSizes:
         if self._family_rope is None:

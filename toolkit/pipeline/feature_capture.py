@@ -113,16 +113,15 @@ class FeatureRecorder(WrappedDrafter):
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self.inner.admit(first_row, requests, tokens)
-        states = self._states()
-        for row, request in enumerate(requests):
+        counts = [min(tokens, request.unread) for request in requests]
+        for own, request in zip(self._states()[0].split(counts), requests, strict=True):
             if request.n_read == 0:  # new, or recomputed after preemption
                 self._recorded[request] = _Recorded()
             recorded = self._recorded.get(request)
             if recorded is None or recorded.positions != request.n_read:
                 self._recorded.pop(request, None)
                 continue
-            # Copy: a view would keep the padding of the other rows in memory.
-            recorded.append(states[row, : min(tokens, request.unread)].to("cpu", copy=True))
+            recorded.append(own.to("cpu", copy=True))  # a view would keep the other rows in memory
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         self.inner.observe(requests, result)

@@ -12,7 +12,7 @@ import torch
 from tests.infer.conftest import finished, propose
 from tests.infer.drafters.conftest import PROBE, AnyChoice, ScriptedChoice, paths, proposed, ragged_prompts, settings
 from toolkit.infer.attention.metadata import PackedMetadata
-from toolkit.infer.drafters import head_drafter
+from toolkit.infer.drafters import draft_rollout, head_drafter
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.engine.engine import Engine
@@ -75,6 +75,8 @@ def test_no_spending_changes_a_token(small_target, build, plain, batch):
     ("name", "shape", "catch_up", "drafted", "probes"),
     [
         ("eagle3", MOST, 3, (), ()),
+        ("eagle3", MOST, 64, (3,), (6,)),
+        ("mtp", DraftShape.chain(3), 7, (), (4, 13)),
         ("eagle2-two-layers", DraftShape.chain(4), 64, (0, 2, 3, 9), ()),
         ("mtp-three-layers", MOST, 3, (2, 9), (1, 3, 12)),
     ],
@@ -85,6 +87,8 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
     """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
     has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
     monkeypatch.setattr(head_drafter, "CATCH_UP", catch_up)
+    monkeypatch.setattr(head_drafter, "FEW", 1)
+    monkeypatch.setattr(draft_rollout, "PROBED", 6)
     engine = Engine(small_target, build(name), MOST, max_running_requests=4, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(
         MOST if step in drafted else PROBE if step in probes else None for step in range(14)
@@ -109,11 +113,34 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         assert paths(together, row) == paths(alone, 0)
 
 
+def test_few_positions_get_states_after_a_pause(small_target, build):
+    """Of a head whose keys and values need no attention: a probe of eight rows after 40 rounds runs it for five
+    positions a row, and a prompt for none. The rest would take longer than the rounds between two probes may lose."""
+    engine = Engine(small_target, build("eagle3"), MOST, max_running_requests=8, adaptive=True)
+    engine.drafter.chooser = ScriptedChoice([None] * 40 + [PROBE])
+    reader, seen = engine.drafter.inner.reader, {"read": 0, "write": 0}
+
+    def counted(name, method):
+        def run(*given):
+            seen[name] += next(one for one in given if isinstance(one, torch.Tensor)).numel()
+            return method(*given)
+
+        return run
+
+    for name in seen:
+        setattr(reader, name, counted(name, getattr(reader, name)))
+    engine.generate([[5, 6, 7, 8]] * 8, SamplingParams(max_tokens=42, ignore_eos=True))
+    engine.close()
+    assert seen == {"read": 8 * 5, "write": 8 * (4 + 41)}
+
+
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
-def test_a_probe_sees_what_drafts_would_have_got(small_target, build, name):
+def test_a_probe_sees_what_drafts_would_have_got(small_target, build, monkeypatch, name):
     """In a second engine the same text is drafted for at every position: the accepted ranks must be those seen.
 
     (An n-gram that is not found says nothing of one row alone: no rank is seen, and nothing is drafted.)"""
+    monkeypatch.setattr(head_drafter, "FEW", 1)
+    monkeypatch.setattr(draft_rollout, "PROBED", 8)
     wide, params = DraftShape(1, 3, 4), SamplingParams(max_tokens=40, ignore_eos=True)
     engine = Engine(small_target, build(name), wide, max_running_requests=1, adaptive=True)
     engine.drafter.chooser = chooser = ScriptedChoice([None] * 9 + [PROBE])
@@ -143,7 +170,7 @@ def test_a_probe_sees_what_drafts_would_have_got(small_target, build, name):
         seen = ranks[None]
         assert seen == list(wanted.values())[: len(seen)] and len(seen) >= 5
     else:
-        assert len(ranks) >= 25 and ranks == {place: wanted[place] for place in ranks}
+        assert len(ranks) >= 24 and ranks == {place: wanted[place] for place in ranks}
         assert len(set(ranks.values())) > 1
 
 

@@ -25,10 +25,10 @@ def names(requests) -> str:
     return "".join(one.name for one in requests)
 
 
-def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, padding: str = "any") -> Scheduler:
+def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, together: bool = True) -> Scheduler:
     pool = PagePool(max_batch, 64, capacity, page_size=4)
     memory = KVMemory(pool, context_length=20, lookahead=0, slack=1, reuse=False)
-    return Scheduler(max_batch, chunk, memory, padding=padding)
+    return Scheduler(max_batch, chunk, memory, together=together)
 
 
 def scheduler(waiting: str, running: str, max_batch: int) -> Scheduler:
@@ -63,27 +63,21 @@ def test_a_queue_deeper_than_the_free_rows_waits_for_an_eighth(waiting, running,
 
 
 def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
-    """Padded size counts: 2 prompts of 6 are 12 tokens; one above the budget is read in chunks, others wait for it."""
+    """2 prompts of 6 and 2 are 8 tokens, without padding; one above the budget is read in chunks, others wait for it."""
     made = empty(8)
     made.waiting.extend([request("a", 6), request("b", 2), request("c", 2), request("d", 50), request("e", 1)])
-    assert [names(made.next_group(12)) for _ in range(3)] == ["ab", "c", ""]
+    assert [names(made.next_group(9)) for _ in range(3)] == ["ab", "c", ""]
     assert made.reading is not None and made.reading.name == "d" and names(made.waiting) == "e"
-    assert made.next_group(12) == []
+    assert made.next_group(9) == []
     assert names([made.reading_is_complete()]) == "d" and names(made.running) == "abcd"
-    assert names(made.next_group(12)) == "e"
+    assert names(made.next_group(9)) == "e"
 
 
-@pytest.mark.parametrize(
-    ("padding", "groups"),
-    [("little", ["ab", "cd", "e"]), ("any", ["abcde", "", ""]), ("none", ["a", "b", "c"])],
-)
-def test_prompts_of_about_one_length_are_read_together(monkeypatch, padding, groups):
-    """Where padding costs as much as tokens do, or changes a state; order of arrival stays."""
-    monkeypatch.setattr("toolkit.infer.engine.scheduler.LEAST_PADDING", 2)
-    made = empty(8, padding=padding)
-    made.waiting.extend(request(name, tokens) for name, tokens in zip("abcde", (6, 5, 2, 3, 9), strict=True))
-    assert [names(made.next_group(64)) for _ in range(3)] == groups
-    assert names(made.running) == "".join(groups) and made.memory.pool.held > 0
+def test_states_of_linear_attention_are_read_one_prompt_at_a_time():
+    """The states of two prompts in one forward would run into each other."""
+    made = empty(8, together=False)
+    made.waiting.extend(request(name) for name in "abc")
+    assert [names(made.next_group(64)) for _ in range(3)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("ended", "rows", "moves"), [("b", "adc", [(1, 3)]), ("d", "abc", []), ("abcd", "", [])])

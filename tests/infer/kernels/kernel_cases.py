@@ -15,8 +15,9 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -137,6 +138,8 @@ class Attention:
     sinks: bool = False
     value_width: int | None = None
     nodes: int = 0  # of the tree, of which `new` are the newest; 0: causal
+    counts: tuple[int, ...] = ()  # new positions by row, which stand one after another; empty: `new` in each
+    processors: int = 132  # so few that one part is enough
 
     def scoring(self) -> Scoring:
         sinks = randn(self.kv_heads * self.groups) * 2 if self.sinks else None
@@ -152,15 +155,16 @@ class Attention:
         for width in (self.width, self.value_width or self.width):
             store = torch.full((len(taken) + 1, size, self.kv_heads, width), float("nan"), dtype=self.dtype)
             for row, held in enumerate(self.held):
-                for at in range(held + (self.nodes or self.new)):
+                for at in range(held + (self.counts[row] if self.counts else self.nodes or self.new)):
                     store[table[row, at // size], at % size] = randn(self.kv_heads, width)
             stores.append(store.flatten(0, 1))
         return Pages(stores[0], stores[1], table, size, span)
 
     def queries(self) -> Tensor:
         """As transformers hands them over: a view [B, Hq, N, D] of [B, N, Hq, D]."""
-        heads = self.kv_heads * self.groups
-        return (randn(len(self.held), self.new, heads, self.width) * 1.5).to(self.dtype).transpose(1, 2)
+        heads, size = self.kv_heads * self.groups, (len(self.held), self.new)
+        size = (1, sum(self.counts)) if self.counts else size
+        return (randn(*size, heads, self.width) * 1.5).to(self.dtype).transpose(1, 2)
 
 
 def random_trees(rows: int, nodes: int) -> tuple[Tensor, Tensor]:
@@ -180,8 +184,21 @@ def attention(on: Kernels, *given: Any) -> None:
         mask = ancestor_mask(parents[:, 1:], case.nodes)[:, -case.new :]
         got, want = on.both("attend_tree", q, pages, held, mask, depths, scoring)
     else:
-        got, want = on.both("attend_causal", q, pages, held, scoring)
+        begins = torch.tensor([0, *accumulate(case.counts)]) if case.counts else None
+        with few_processors(case.processors) if case.processors < 132 else nullcontext():
+            got, want = on.both("attend_causal", q, pages, held, scoring, begins, case.new)
     on.close(got, want, case.dtype)
+
+
+@contextmanager
+def few_processors(count: int) -> Iterator[None]:
+    """Of a GPU so small that no keys are split: nothing may be merged."""
+    before = paged_attention._processors, paged_attention.merge_parts
+    paged_attention._processors, paged_attention.merge_parts = (lambda _device: count), None
+    try:
+        yield
+    finally:
+        paged_attention._processors, paged_attention.merge_parts = before
 
 
 def attention_in_order(on: Kernels, *given: Any) -> None:
@@ -604,6 +621,11 @@ CAUSAL = (
     (1, 9, 96, (3, 30), 9, FP32, {"page_size": 8, "window": 5}),
     (2, 2, 24, (17, 0), 4, FP32, {"page_size": 4, "value_width": 12, "sinks": True}),  # latent attention
     (1, 2, 32, (250, 700, 3), 6, FP32, {}),  # one part, three parts and parts without keys
+    # Rows of several lengths: in parts, in one part, with a window, and with work for all processors.
+    (2, 2, 32, (0, 37, 5), 40, FP32, {"counts": (40, 1, 17)}),
+    (2, 2, 16, (0, 2, 1), 9, FP32, {"counts": (9, 3, 1), "sinks": True}),
+    (1, 4, 64, (30, 0, 4), 20, BF16, {"counts": (3, 20, 20), "window": 7}),
+    (2, 2, 32, (50, 0), 30, FP32, {"counts": (30, 2), "processors": 4}),
 )
 TREES = (
     (4, 1, 64, (0, 5, 37), 1, FP32, {"nodes": 1, "page_size": 4}),  # decoding; one row begins with nothing

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -234,6 +235,46 @@ class PackedMetadata(AttentionMetadata):
         """There is no kernel for rows of different lengths."""
 
 
+class RaggedMetadata(AttentionMetadata):
+    """The next counts[b] prompt tokens of several rows, one row after another in [1, T]: no layer computes padding.
+
+    Kernels attend in all rows at once; else neighbours of one length do."""
+
+    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], counts: Sequence[int]) -> None:
+        device, span = cache.shape.device, max(map(sum, zip(starts, counts, strict=True)))
+        table = cache.pool.table(first_row, len(starts), cache.pool.pages_of(span), device)
+        super().__init__(cache, table, upload(starts, device), span, sum(counts), None, None, prompt=True)
+        begins = list(accumulate(counts, initial=0))
+        self._begins, self._longest = upload(begins, device), max(counts)
+        row = torch.arange(len(counts), device=device).repeat_interleave(upload(counts, device), output_size=begins[-1])
+        at = torch.arange(begins[-1], device=device) + (self._lengths - self._begins[:-1])[row]
+        size = cache.pool.page_size
+        self._new_entries = (table[row, at // size] * size + at % size)[None]
+        self._groups = []  # of neighbours with as many earlier and new tokens: their part of T, number, metadata
+        for (start, count), same in groupby(range(len(starts)), lambda row: (starts[row], counts[row])):
+            rows = list(same)
+            metadata = prompt_metadata(cache, first_row + rows[0], [start] * len(rows), count)
+            self._groups.append((slice(begins[rows[0]], begins[rows[-1] + 1]), len(rows), metadata))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv]."""
+        if self._kernels is not None and not self._cache.in_order:
+            pages = self.write(layer, k, v)
+            return self._kernels.attend_causal(q, pages, self._lengths, scoring, self._begins, self._longest)
+        found = []
+        for part, rows, metadata in self._groups:
+            own = (one[0, :, part].unflatten(1, (rows, -1)).transpose(0, 1) for one in (q, k, v))
+            found.append(metadata.attend(layer, *own, scoring).flatten(0, 1))
+        return torch.cat(found)[None]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
+        """k [1, Hkv, T, D], v [1, Hkv, T, Dv]."""
+        pages = self._cache.pages(layer, self._table, self._span)
+        write_entries(pages.keys, k.transpose(1, 2), self._new_entries)
+        write_entries(pages.values, v.transpose(1, 2), self._new_entries)
+        return pages
+
+
 class PagedAttend:
     """The `Attend` of one pass over the layers of a draft head, in order. shape: (B, N)."""
 
@@ -252,10 +293,10 @@ class PagedAttend:
 
 
 def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
-    """Return the metadata for the next `tokens` prompt tokens (padded on the right) of rows first_row .. first_row+B-1.
+    """Return the metadata for the next `tokens` prompt tokens of rows first_row .. first_row+B-1.
 
-    starts[b]: prompt tokens that are in the cache already. Padding writes entries after the prompt; the row's next
-    tokens overwrite them before any query reads them.
+    starts[b]: prompt tokens that are in the cache already. Entries that are written after a prompt are overwritten by
+    the row's next tokens before any query reads them.
     """
     device, rows, span = cache.shape.device, len(starts), max(starts) + tokens
     table = cache.pool.table(first_row, rows, cache.pool.pages_of(span), device)
@@ -265,6 +306,13 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
         depths = torch.arange(tokens, device=device).expand(rows, -1)
     kind = InOrderMetadata if cache.in_order else AttentionMetadata
     return kind(cache, table, upload(starts, device), span, tokens, causal, depths, prompt=True)
+
+
+def prompts_metadata(cache: KVCache, first_row: int, starts: Sequence[int], counts: Sequence[int]) -> AttentionMetadata:
+    """As `prompt_metadata` for counts[b] tokens of each row, which stand one after another in [1, T]."""
+    if len(starts) == 1:
+        return prompt_metadata(cache, first_row, starts, counts[0])
+    return RaggedMetadata(cache, first_row, starts, counts)
 
 
 def tree_metadata(

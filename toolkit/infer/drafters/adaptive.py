@@ -50,8 +50,10 @@ LEAST_PRICE = 0.1  # of a trial, in plain rounds: times and accept lengths are e
 PROBE_PRICE = 0.3  # of the probe before a trial from plain decoding, in plain rounds
 LEAST_LENGTH = 1.04  # expected accept_length from which a draft is tried
 # Plain rounds before a probe: the first; one of a new request, before a trial or after drafting; the longest.
-# SOON: also the rounds that the choice of plain decoding stands while only times of plain rounds are new.
 FIRST_PROBE, SOON, PROBE_GAP = 2, 8, 128
+# Most rounds between two comparisons of all shapes, while a draft is the best, and while plain decoding is: at 16 rows
+# a comparison takes a tenth of a round.
+DRAFT_STANDS, PLAIN_STANDS = 8, 64
 # With several rows, after so many rounds in which lookup did not draft, only every so many-th round searches the texts.
 IDLE_ROUNDS, SEARCH_EVERY = 16, 8
 LOOKUP = "lookup"  # the kind of a round in which lookup drafts and the head rests
@@ -136,8 +138,9 @@ class AdaptiveShape:
         """Starts again with the rates of acceptance, as after new weights, and keeps the times."""
         self.probe_due = False
         self._acceptance = RunningAcceptance(self._top_ks, self.most.num_steps)
-        self._steps: tuple[list[Request], list[list[Steps]]] | None = None  # of the head; None after the rates changed
         self._best: Kind = PLAIN
+        # Rounds from the last comparison of all shapes to the next; the last one's rows; whether a probe came after it.
+        self._wait, self._compared, self._news = 1, 0, False
         self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
 
     def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Plan:
@@ -151,7 +154,7 @@ class AdaptiveShape:
         self.probe_due, plan = False, self.fixed(requests)
         if plan is None:
             known = self._rounds > FIRST_ROUNDS and self._costs.plain(len(requests)) is not None
-            plan = self._pick(requests, lookup) if known and not self._settled(requests, lookup) else Plan()
+            plan = self._pick(requests, lookup) if known else Plan()
             # Probe before a head's first trial, and after a pause: drafting would include the read of unread positions.
             new = len(requests) == 1 and not self._acceptance.knows(requests[0])
             self.probe_due = self._unread >= (min(self._gap, SOON) if new or plan.shape is not None else self._gap)
@@ -167,7 +170,7 @@ class AdaptiveShape:
 
         ranks: by row and position, the rank of the right token among the drafts; `widest` if it is absent.
         """
-        self._unread, self._gap, self._steps = 0, min(4 * self._gap, PROBE_GAP), None
+        self._unread, self._gap, self._news = 0, min(4 * self._gap, PROBE_GAP), True
         for request, of_row in zip(requests, ranks, strict=True):
             if request.speculative and len(request.output_ids) > SOON:
                 self._acceptance.add(request, [], 0, 1)  # it is known, even if no rank is
@@ -184,7 +187,7 @@ class AdaptiveShape:
         self._costs.add(len(requests), plan.shape, plan.width, draft_s, verify_s)
         if plan.shape is None:
             return
-        self._steps, rows = None, len(requests)
+        rows = len(requests)
         kept, depths = plan.kept or [plan.shape.num_draft_tokens] * rows, plan.depths or [0] * rows
         for request, of_row, nodes, depth in zip(requests, ranks, kept, depths, strict=True):
             if request.speculative and depth == 0 and nodes > 1:
@@ -196,22 +199,37 @@ class AdaptiveShape:
         self._credit += self._price
         self._last_run.pop(plan.kind, None)
 
-    def _settled(self, requests: Sequence[Request], lookup: Lengths) -> bool:
-        """Returns whether plain decoding stands: for SOON rounds, if only times of rounds are new."""
-        news = self._steps is None or self._steps[0] != requests or any(len(one) > 1 for one in lookup)
-        return self._best == PLAIN and not news and self._rounds < self._picked + SOON
-
     def _pick(self, requests: Sequence[Request], lookup: Lengths) -> Plan:
-        """Returns the best plan, or one to try if the account can pay for it."""
-        self._picked, plans = self._rounds, self._plans(requests, lookup)
+        """Returns the best plan, or one to try if the account can pay for it.
+
+        While the best kind stays the same, all shapes are compared ever more rarely; in other rounds it alone, plain
+        decoding and lookup are."""
+        margin = 1.0 if len(requests) == 1 else BATCH_MARGIN
+        # Whether lookup's drafts would pay if they took no time.
+        looks = bool(lookup) and len(lookup) > sum(1 / one[-1] for one in lookup) * margin * HOLD
+        wait = min(self._wait, SOON) if looks else self._wait
+        whole = self._news or len(requests) != self._compared or self._rounds >= self._picked + wait
+        if self._best == PLAIN and not whole and not looks:
+            return Plan()
+        plans = self._plans(requests, lookup, None if whole else self._best)
         speeds = {kind: one.length / one.seconds for kind, one in plans.items()}
         held = {kind: speed * (HOLD if kind == self._best else 1) for kind, speed in speeds.items() if kind != PLAIN}
-        best, margin = max(held, key=held.__getitem__, default=PLAIN), 1.0 if len(requests) == 1 else BATCH_MARGIN
+        best = max(held, key=held.__getitem__, default=PLAIN)
         if speeds[best] <= speeds[PLAIN] * margin * (HOLD if self._best == PLAIN else 1):
             best = PLAIN
-        self._best = best
+        if best != self._best:
+            self._best, self._wait = best, 1
+        elif whole:
+            self._wait = min(2 * self._wait, PLAIN_STANDS if best == PLAIN else DRAFT_STANDS)
         if isinstance(best, DraftShape):
             self._gap = SOON  # if drafting ends, it may soon pay again
+        if not whole:
+            return plans[best]
+        self._picked, self._compared, self._news = self._rounds, len(requests), False
+        return self._trial(plans, best) or plans[best]
+
+    def _trial(self, plans: dict[Kind, Plan], best: Kind) -> Plan | None:
+        """Returns the plan to try in place of the best one; None: nothing, or the account cannot pay for it."""
         probe = PROBE_PRICE if best == PLAIN else 0.0
         pace = plans[best].seconds / plans[best].length
         prices = {
@@ -221,22 +239,23 @@ class AdaptiveShape:
         }
         # Try the kind with the longest wait in proportion to its price.
         tried = max(prices, key=lambda kind: (self._rounds - self._last_run.get(kind, 0)) / prices[kind], default=best)
-        if tried != best and prices[tried] <= self._credit:
-            self._price = prices[tried]
-            return plans[tried]
-        return plans[best]
+        if tried == best or prices[tried] > self._credit:
+            return None
+        self._price, self._wait = prices[tried], 1
+        return plans[tried]
 
-    def _plans(self, requests: Sequence[Request], lookup: Lengths) -> dict[Kind, Plan]:
-        """Returns the best plan of each kind of round."""
+    def _plans(self, requests: Sequence[Request], lookup: Lengths, only: Kind | None = None) -> dict[Kind, Plan]:
+        """Returns the best plan of each kind of round. only: the one kind to look at beside plain decoding and lookup;
+        None: all."""
         batch, packed = len(requests), self.packed and len(requests) > 1
-        if self._steps is None or self._steps[0] != requests:
-            self._steps = (list(requests), self._acceptance.steps(requests, self.shapes))
+        shapes = [one for one in self.shapes if only in (None, one)]
+        steps = self._acceptance.steps(requests, shapes)
         verify = self._costs.verify(batch, [one.num_draft_tokens for one in self.shapes])
         plans: dict[Kind, Plan] = {PLAIN: Plan(seconds=verify[1])}
         nothing: list[Steps] = [[] for _ in requests]
         texts = [list(enumerate(one[1:], start=2)) for one in lookup] or nothing
-        drafts = [0.0, *self._costs.draft(batch, self.shapes)]
-        for shape, head, draft_s in zip((None, *self.shapes), (nothing, *self._steps[1]), drafts, strict=True):
+        drafts = [0.0, *self._costs.draft(batch, shapes)]
+        for shape, head, draft_s in zip((None, *shapes), (nothing, *steps), drafts, strict=True):
             pairs = list(zip(texts, head, strict=True))
             by_text = [bool(text) and (not own or text[-1][1] > own[-1][1]) for text, own in pairs]
             if shape and not any(own and not looked for own, looked in zip(head, by_text, strict=True)):

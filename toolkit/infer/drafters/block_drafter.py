@@ -50,7 +50,7 @@ class BlockReader(HeadReader):
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
-        self._block = block_of(head)
+        self._block, self.writes_alone = block_of(head), False  # `read` does no more than that
         self._serving = Serving(lambda ids: self._embed(ids).to(self.dtype), head.scores, self._rows())
 
     def weights_changed(self) -> None:
@@ -207,7 +207,9 @@ class BlockDrafter(HeadDrafter):
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return (CATCH_UP if skips else 0) + shape.num_steps + 1 + block_of(self._head).config.block_size
 
-    def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> BlockRollout:
+    def _read_unread(
+        self, rows: RoundRows, unread: int, shape: DraftShape | None = None, keep: int = 1
+    ) -> BlockRollout:
         held = (slice(len(rows.roots)), slice(unread))
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
         carry = self.inputs.carry[held[0]]

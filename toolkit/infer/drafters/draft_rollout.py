@@ -191,7 +191,7 @@ class DraftRollout:
         To be called after stage 0 has read the unread positions, counts[b] of row b. to_target [D]: target ids of the
         draft vocabulary.
         """
-        each = max(1, PROBED // len(counts))
+        each = probed_positions(len(counts))
         places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
         ranks: DraftRanks = [[] for _ in counts]
         if not places:
@@ -223,6 +223,11 @@ class DraftRollout:
         cache = self._reader.caches[self.stage]
         metadata = tree_metadata(cache, self._table, begin, self._reach, sees[:, :, :nodes], depths)
         return self._reader.read(self.stage, tokens, hidden, positions, metadata, self._reach)
+
+
+def probed_positions(rows: int) -> int:
+    """The most positions of a row that a probe of `rows` rows looks at."""
+    return max(1, PROBED // rows)
 
 
 @cache  # never freed: recorded rounds read them

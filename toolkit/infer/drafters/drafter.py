@@ -44,10 +44,10 @@ class Drafter(ABC):
         return 0
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        """Reads the prompt tokens that the target has just read: `tokens` a request, in rows first_row ..
+        """Reads the prompt tokens that the target has just read: at most `tokens` a request, in rows first_row ..
 
-        They are context_ids[n_read : n_read + tokens] of each request, padded on the right. They reach the end of
-        context_ids for all requests, or (a chunk) for none.
+        They are context_ids[n_read : n_read + tokens] of each request, one request after another in [1, T]. They reach
+        the end of context_ids for all requests, or (a chunk) for none.
         """
         return  # no cache
 
@@ -100,10 +100,16 @@ class Drafter(ABC):
         return  # no hooks
 
 
-def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
-    """Returns the next `count` unread tokens of each request's context_ids, [B, count], padded on the right with 0."""
-    parts = (request.context_ids[request.n_read : request.n_read + count] for request in requests)
-    return upload([part + [0] * (count - len(part)) for part in parts], device)
+def unread_tokens(requests: Sequence[Request], counts: Sequence[int], device: torch.device, ahead: int = 0) -> Tensor:
+    """Returns the next counts[b] unread tokens of each request's context_ids, one request after another, [1, T].
+
+    ahead: of each token the one so many places after it, 0 after the end of the text."""
+    found: list[int] = []
+    for request, count in zip(requests, counts, strict=True):
+        begin = request.n_read + ahead
+        part = request.context_ids[begin : begin + count]
+        found += [*part, *[0] * (count - len(part))]
+    return upload([found], device)
 
 
 class NoDrafter(Drafter):

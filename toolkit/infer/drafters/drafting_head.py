@@ -121,13 +121,16 @@ def cache_shape(head: DraftHead, device: torch.device) -> KVShape:
 
 
 class HeadReader:
-    """A head with one KV cache per stage; `read` writes to them. window: of its attention; None: it has none."""
+    """A head with one KV cache per stage; `read` writes to them. window: of its attention; None: it has none.
+
+    writes_alone: `write` can take the place of `read` where the states are not needed: it runs neither the attention
+    nor what follows it, which is three quarters of an EAGLE-3 head."""
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         shape = cache_shape(head.module, target.device)
         self.head, self.dtype, self._device = head, shape.dtype, target.device
         self._embed = target.embed_tokens
-        self.window = head.config.sliding_window
+        self.window, self.writes_alone = head.config.sliding_window, head.module.writes_alone
         self._scoring = Scoring(shape.head_dim**-0.5, self.window)
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
         native = ops_for(target.device.type).head_layer
@@ -147,6 +150,13 @@ class HeadReader:
         with replaced(self._native):
             out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
+
+    def write(self, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int) -> None:
+        """Writes the keys and values that `read` would write; arguments as there. Only if `writes_alone`."""
+        embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
+        with using(self.head.ops):
+            entries = self.head.module.keys_values(embeds, hidden.flatten(0, 1), positions.flatten(), reach)
+        metadata.write(0, *(one.view(*tokens.shape, *one.shape[1:]).transpose(1, 2) for one in entries))
 
 
 class DraftInputs:

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits
-from toolkit.infer.attention.metadata import prompt_metadata
+from toolkit.infer.attention.metadata import FEW, AttentionMetadata, prompts_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.draft_rollout import (
@@ -35,6 +36,7 @@ from toolkit.infer.drafters.draft_rollout import (
     Draws,
     draft_beams,
     draft_sampling_for,
+    probed_positions,
     rerank,
 )
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
@@ -118,8 +120,7 @@ class HeadDrafter(Drafter):
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Reads the positions that the target has read, except the last of a text: its next token is not known yet."""
         inputs, rows, stages = self.inputs, len(requests), self._head.stages
-        here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
-        whole = requests[0].unread <= tokens
+        here, whole = slice(first_row, first_row + rows), requests[0].unread <= tokens
         if whole:
             inputs.hold(first_row + rows, 1)
             inputs.counts[first_row:] = [1] * rows
@@ -129,24 +130,26 @@ class HeadDrafter(Drafter):
         if not any(map(self._drafts, requests)):
             return
         features = self.features()
-        last = upload([request.unread - 1 for request in requests], self._device)
+        counts, starts = [min(tokens, one.unread) for one in requests], [one.n_read for one in requests]
+        ends = list(accumulate(counts))
         if whole:
-            inputs.features[here, 0] = features[every, last]
+            inputs.features[here, 0] = features[0, upload(ends, self._device) - 1]
             preempted = {row: one.output_ids[-1] for row, one in enumerate(requests, start=first_row) if one.output_ids}
             inputs.set_first_tokens(preempted)  # they lost their pages
-        starts = [request.n_read for request in requests]
-        texts = unread_tokens(requests, tokens + stages, self._device)
-        at = upload(starts, self._device)[:, None] + torch.arange(tokens, device=self._device)
-        hidden = self._head.first_hidden(features)
+        at = upload([[start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]], self._device)
+        reach, hidden = max(map(sum, zip(starts, counts, strict=True))), self._head.first_hidden(features)
         for stage, cache in enumerate(self.reader.caches):
-            count = tokens - 1 - stage if whole else tokens  # the token after position i of stage k is i + 1 + k
-            if count < 1:
+            # The token after position i of stage k is i + 1 + k. At the end of a text it is not known: what is written
+            # there is overwritten.
+            after = unread_tokens(requests, counts, self._device, ahead=1 + stage)
+            metadata = prompts_metadata(cache, first_row, starts, counts)
+            if self.reader.writes_alone:
+                self.reader.write(after, hidden, at, metadata, reach)
                 break
-            after = texts[:, 1 + stage : 1 + stage + count]
-            metadata = prompt_metadata(cache, first_row, starts, count)
-            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], metadata, max(starts) + count)
+            hidden = self.reader.read(stage, after, hidden, at, metadata, reach)
             if whole and stage + 1 < stages:
-                inputs.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+                last = [max(end - 2 - stage, end - n) for end, n in zip(ends, counts, strict=True)]
+                inputs.carry[here, stage] = hidden[0, upload(last, self._device)]
 
     def positions_read(self, row: int, request: Request) -> int:
         return self._read[row]
@@ -298,8 +301,8 @@ class HeadDrafter(Drafter):
             self.pending = Pending(None, None)
             return root_only(rows.roots), [[] for _ in requests]
         counts = self.unread[: len(requests)]
-        nodes = self._read_unread(rows, max(counts))
-        ranks = nodes.shadow_ranks(counts, self.to_target, width)
+        nodes = self._read_unread(rows, max(counts), keep=1 + probed_positions(len(counts)))
+        ranks = nodes.shadow_ranks([min(count, nodes.nodes) for count in counts], self.to_target, width)
         self._finish(nodes)
         self._note_read(requests)
         return root_only(rows.roots), ranks
@@ -310,13 +313,35 @@ class HeadDrafter(Drafter):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def _read_unread(self, rows: RoundRows, unread: int, shape: DraftShape | None = None) -> DraftRollout:
-        """Starts a rollout of `shape` with the unread positions of every row, at most `unread`. None: no drafts."""
+    def _read_unread(
+        self, rows: RoundRows, unread: int, shape: DraftShape | None = None, keep: int = 1
+    ) -> DraftRollout:
+        """Starts a rollout of `shape` with the unread positions of every row, at most `unread`. None: no drafts.
+
+        Of many positions only the last `keep` of each row get states, if the keys and values of the others need none.
+        """
         held = (slice(len(rows.roots)), slice(unread))
         levels = {} if shape is None else {"levels": shape.num_steps - 1, "width": shape.top_k}
         # Without contiguous(), torch runs one matmul per row and copies the weights for each.
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
-        return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], **levels)
+        tokens = self.inputs.tokens[held]
+        if self.reader.writes_alone and unread > max(FEW, keep):
+            rows, tokens, hidden = self._write_unread(rows, tokens, hidden, keep)
+        return DraftRollout(self.reader, rows, tokens, hidden, self.inputs.carry[held[0]], **levels)
+
+    def _write_unread(
+        self, rows: RoundRows, tokens: Tensor, hidden: Tensor, keep: int
+    ) -> tuple[RoundRows, Tensor, Tensor]:
+        """Writes the keys and values of the unread positions, tokens [B, P] and hidden [B, P, H]. Returns the three as
+        if only the last `keep` of each row were unread."""
+        unread, begin = tokens.shape[1], rows.lengths - rows.unread
+        at, reach = torch.arange(unread, device=self._device), rows.span(unread)
+        metadata = AttentionMetadata(self.reader.caches[0], rows.table, begin, reach, unread, None, None)
+        self.reader.write(tokens, hidden, begin[:, None] + at, metadata, reach)
+        left = rows.unread.clamp(max=keep)
+        places = ((rows.unread - left)[:, None] + at[:keep]).clamp(max=unread - 1)  # the clamp is for padding
+        hidden = hidden.gather(1, places[:, :, None].expand(-1, -1, hidden.shape[2]))
+        return replace(rows, unread=left), tokens.gather(1, places), hidden
 
     def _finish(self, nodes: DraftRollout) -> None:
         """Lets all stages read the unread positions. Does not change `inputs`, so that a failed round can run again."""

@@ -40,7 +40,7 @@ from toolkit.infer.engine.config import ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import RoundContext, Rounds, commit, round_parts
-from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
+from toolkit.infer.engine.scheduler import Move, Scheduler
 from toolkit.infer.engine.warm_up import warm_up
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import Capture
@@ -103,13 +103,13 @@ class Engine:
         with torch.inference_mode():
             self._forward = forward = TargetForward(target, deterministic=config.deterministic)
             recorded = self._records(recordable, draft, forward.kv_shape)
-            rows, chunk, states = config.max_running_requests, config.chunked_prefill_size, forward.state_shapes
+            rows, chunk, states = config.max_running_requests, config.prefill_chunk(device.type), forward.state_shapes
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
             need = CacheNeed(forward.kv_shape, rows, config.max_total_tokens, config.mem_fraction_static, *beside)
             asked, longest = config.context_length, forward.max_context
             self.context_length = self._agreed(need.context(longest) if asked is None else min(asked, longest))
             pages = self._agreed(need.pages(self.context_length))
-            pool = PagePool(rows, self.context_length + max(ROOM, chunk), pages)
+            pool = PagePool(rows, self.context_length + ROOM, pages)
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
             self._levels = drafts_at_once(draft)
@@ -132,8 +132,7 @@ class Engine:
             )
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
-        padding: Padding = "none" if self._states is not None else "little" if device.type == "cpu" else "any"
-        self.scheduler = Scheduler(rows, chunk, self._memory, padding=padding)
+        self.scheduler = Scheduler(rows, chunk, self._memory, together=self._states is None)
         self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None

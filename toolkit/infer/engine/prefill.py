@@ -1,6 +1,6 @@
 """Prefill: reads prompts into their rows, whole or in chunks, and samples the first tokens.
 
-Shapes: B rows, N tokens of each (padded on the right), H hidden size.
+Shapes: B rows, T tokens of all of them, one row after another, H hidden size.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import prompt_metadata
+from toolkit.infer.attention.metadata import prompts_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
@@ -77,18 +78,18 @@ class PromptReader:
                 return begun
 
     def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
-        """Prefill a group of prompts of at most `most` padded tokens, or a chunk of that size of one long prompt.
+        """Prefill a group of prompts of at most `most` tokens, or a chunk of that size of one long prompt.
 
         Returns the requests that are complete now, the requests that got their first token (preempted requests have
-        one already), and the padded tokens read: 0 if none are due.
+        one already), and the tokens read: 0 if none are due.
         """
         scheduler = self._scheduler
         group = scheduler.next_group(most)
         if group:
-            row, padded = len(scheduler.running) - len(group), len(group) * max(request.unread for request in group)
+            row, tokens = len(scheduler.running) - len(group), sum(request.unread for request in group)
             self._read_to_page_end(row, group, drafter)
             fresh = self._read(row, group, max(request.unread for request in group), drafter)
-            return group, fresh, padded
+            return group, fresh, tokens
         request = scheduler.reading
         if request is None:
             return [], [], 0
@@ -113,29 +114,28 @@ class PromptReader:
             self._read(row, group, tokens, drafter)
 
     def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> list[Request]:
-        """Read the next `tokens` tokens of the rows from first_row on, to the end of all their texts or of none.
+        """Read at most `tokens` next tokens of the rows from first_row on, to the end of all their texts or of none.
 
         Returns the requests that got their first token."""
         device, begun = self._target.device, time.perf_counter()
-        starts = [request.n_read for request in group]
-        input_ids = unread_tokens(group, tokens, device)
-        positions = upload(starts, device)[:, None] + torch.arange(tokens, device=device)
-        metadata = prompt_metadata(self._cache, first_row, starts, tokens)
-        # Padding may lie past the context. The clamp keeps learned position tables in range.
+        starts, counts = [one.n_read for one in group], [min(tokens, one.unread) for one in group]
+        input_ids, whole = unread_tokens(group, counts, device), group[0].unread <= tokens
+        positions = upload([[start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]], device)
+        metadata = prompts_metadata(self._cache, first_row, starts, counts)
         states = None if self._states is None else self._states.prompt(first_row, starts)
-        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
+        hidden = self._forward(input_ids, positions, metadata, states)
         drafter.admit(first_row, group, tokens)
-        for row, request in enumerate(group):
+        for request, own, start in zip(group, hidden[0].split(counts), starts, strict=True):
             if request.params.prompt_logprobs is not None:
-                self._score_prompt(request, hidden[row], starts[row])
-        seconds = (time.perf_counter() - begun) / (len(group) * tokens)
+                self._score_prompt(request, own, start)
+        seconds = (time.perf_counter() - begun) / sum(counts)
         self._token_s = (self._token_s + seconds) / 2 if self._token_s else seconds
-        last = [request.unread - 1 for request in group]
-        for request in group:
-            request.n_read += min(tokens, request.unread)
+        for request, count in zip(group, counts, strict=True):
+            request.n_read += count
         if self._states is not None:
             self._states.end_prompt([request.n_read for request in group])
-        return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
+        last = [end - 1 for end in accumulate(counts)]
+        return self._first_tokens(group, input_ids[0], hidden[0], last) if whole else []
 
     def _score_prompt(self, request: Request, hidden: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens that follow hidden [N, H], the states from `start` on."""
@@ -153,7 +153,7 @@ class PromptReader:
     def _first_tokens(
         self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]
     ) -> list[Request]:
-        """Sample the first token of prompts that end at the indices `last` of input_ids [B, N]; hidden [B, N, H].
+        """Sample the first token of prompts that end at the indices `last` of input_ids [T]; hidden [T, H].
 
         Returns the requests that got a token. Preempted requests have tokens already and get none.
         """
@@ -161,15 +161,15 @@ class PromptReader:
         if not fresh:
             return []
         device = hidden.device
-        rows, ends = upload(fresh, device), upload([last[row] for row in fresh], device)
+        ends = upload([last[row] for row in fresh], device)
         requests = [group[row] for row in fresh]
         positions = upload([[len(request.prompt_ids)] for request in requests], device)
         sampler = Sampler(requests, self._target.vocab_size, device)
-        roots = sampler.cut(root_only(input_ids[rows, ends]))
-        logits = self._target.logits(hidden[rows, ends])[:, None]
+        roots = sampler.cut(root_only(input_ids[ends]))
+        logits = self._target.logits(hidden[ends])[:, None]
         first = sampler(logits, positions, roots)
         followed = follow(roots, first.tokens)
-        followed.mark_nonfinite(hidden[rows, ends], logits.sum(dim=-1, dtype=torch.float32))
+        followed.mark_nonfinite(hidden[ends], logits.sum(dim=-1, dtype=torch.float32))
         result = read_result(followed, first.extra)
         for row, request in enumerate(requests):
             if any(math.isnan(entry.logprob) for entry in request.prompt_logprobs):

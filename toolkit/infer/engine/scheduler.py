@@ -12,7 +12,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Literal
 
 from toolkit.infer.cache.cache_manager import KVMemory
 from toolkit.infer.request.request import Request
@@ -20,24 +19,21 @@ from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
-# Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
-LEAST_PADDING, MOST_PADDING = 32, 0.1
 LEAST_CHUNK = 64  # tokens that are read at once where memory is short
 READS_TO_GROW = 32  # chunks, after which memory may suffice for larger ones again
 Move = tuple[int, int]  # (destination row, source row)
 _order = attrgetter("order")
-Padding = Literal["any", "little", "none"]
 
 
 class Scheduler:
     """The queue and the rows of one engine.
 
-    chunk: limit of padded prompt tokens in one forward. padding: of prompts that are read together. "any": as many
-    prompts as fit are grouped. "little": prompts of similar length, because padding costs as much as tokens (CPU).
-    "none": one prompt at a time, because padding changes the states of linear-attention layers."""
+    chunk: limit of prompt tokens in one forward. together: as many prompts as fit are read in one; else one at a time,
+    as linear-attention layers need it."""
 
-    def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, padding: Padding = "any") -> None:
-        self.max_running_requests, self.chunk, self.memory, self._padding = max_running_requests, chunk, memory, padding
+    def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, together: bool = True) -> None:
+        self.max_running_requests, self.chunk, self.memory = max_running_requests, chunk, memory
+        self._together = together
         self._whole_chunk, self._reads = chunk, 0  # chunks read since `chunk` changed last
         self.waiting: deque[Request] = deque()  # by priority, then by arrival
         self.running: list[Request] = []  # the request of row i at index i
@@ -55,19 +51,17 @@ class Scheduler:
     def next_group(self, budget: int) -> list[Request]:
         """Assign rows to the waiting requests to prefill together now, in the order of the queue. Returns them.
 
-        Together they have at most `budget` padded tokens. A single longer prompt becomes `reading` instead.
+        Together they have at most `budget` unread tokens. A single longer prompt becomes `reading` instead.
         With a long queue, prefill waits until an eighth of the rows is free, so that one forward reads many prompts.
         """
         free = self.max_running_requests - len(self.running)
         if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
-        longest = tokens = 0
+        tokens = 0
         while self.waiting and len(group) < free and self._admit(self.waiting[0]):
-            longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
-            padded = longest * (len(group) + 1)
-            uneven = self._padding == "little" and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
-            if padded > budget or uneven:
+            tokens += self.waiting[0].unread
+            if tokens > budget:
                 if group:
                     self.memory.release(len(self.running))
                 else:
@@ -75,7 +69,7 @@ class Scheduler:
                 break
             group.append(self.waiting.popleft())
             self.running.append(group[-1])
-            if self._padding == "none":
+            if not self._together:
                 break
         return group
 

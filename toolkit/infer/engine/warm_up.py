@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import FEW, prompt_metadata, tree_metadata
+from toolkit.infer.attention.metadata import FEW, prompts_metadata, tree_metadata
 from toolkit.infer.cache.round_state import RoundRows, RoundState
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.draft_rollout import DraftSampling
@@ -54,8 +54,10 @@ def warm_up(context: RoundContext, state: RoundState, drafter: Drafter, shape: D
     most = max(FEW, *(one.num_draft_tokens for one in shapes if one is not None), 0)
     chunk = min(chunk, context.context_length)
     chunks = [(tokens, span) for tokens in sizes_up_to(chunk) for span in (1, spans[-1])]
+    together = 1 if context.states is not None else min(2, len(state.known))
     for tokens, span in [*chunks, *((1, span) for span in spans)]:
-        _read(context, max(1, span - tokens), tokens)
+        for count in range(1, together + 1):
+            _read(context, max(1, span - tokens), [min(tokens, chunk), 1][:count])
     trees = [(nodes, spans[-1]) for nodes in sizes_up_to(max(most, CATCH_UP))]
     for nodes, span in [*trees, *((1, span) for span in spans)]:
         hidden = _read_tree(context, state, nodes, span, target=nodes < 2 * most)
@@ -73,10 +75,10 @@ def _padding(state: RoundState, count: int) -> RoundRows:
     return state.rows(count, 1)
 
 
-def _read(context: RoundContext, start: int, tokens: int) -> None:
-    """A chunk of a prompt after `start` tokens, by target and head."""
-    at = torch.arange(start, start + tokens, device=context.cache.shape.device)[None]
-    metadata = partial(prompt_metadata, first_row=0, starts=[start], tokens=tokens)
+def _read(context: RoundContext, start: int, counts: list[int]) -> None:
+    """So many tokens of prompts after `start` tokens each, by target and head."""
+    at = torch.cat([torch.arange(start, start + count, device=context.cache.shape.device) for count in counts])[None]
+    metadata = partial(prompts_metadata, first_row=0, starts=[start] * len(counts), counts=counts)
     states = None if context.states is None else context.states.prompt(0, [start])
     _forward(context, at, metadata, states)
     _head_forward(context, at, metadata)
@@ -111,6 +113,8 @@ def _head_forward(context: RoundContext, positions: Tensor, metadata: Any) -> No
     hidden = torch.zeros(*at.shape, reader.head.config.hidden_size, dtype=reader.dtype, device=at.device)
     for stage, cache in enumerate(reader.caches):
         reader.read(stage, torch.zeros_like(at), hidden, at, metadata(cache), reach)
+    if reader.writes_alone:
+        reader.write(torch.zeros_like(at), hidden, at, metadata(reader.caches[0]), reach)
 
 
 def _propose(context: RoundContext, rows: RoundRows, shape: DraftShape | None) -> DraftTree:

@@ -10,7 +10,7 @@ written positions do not influence the result. The reference multiplies them by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -123,11 +123,19 @@ def compact(
         store.index_copy_(0, destination, store.index_select(0, source))
 
 
-def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
+def attend_causal(
+    q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, begins: Tensor | None = None, longest: int = 0
+) -> Tensor:
     """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b has position starts[b] + n; it attends to keys up to it.
 
     Decoding has N = 1, a prompt starts = 0, a chunk of a prompt any start.
+    begins [B + 1]: rows of at most `longest` queries, q [1, Hq, T, D]; those of row b are begins[b] .. begins[b+1] - 1.
     """
+    if begins is not None:
+        edges = begins.tolist()
+        alone = (replace(pages, table=pages.table[row : row + 1]) for row in range(len(starts)))
+        rows = zip(alone, starts.split(1), edges[:-1], edges[1:], strict=True)
+        return torch.cat([attend_causal(q[:, :, a:b], own, start, scoring) for own, start, a, b in rows], dim=1)
     rows, _, queries, _ = q.shape
     chain = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril().expand(rows, -1, -1)
     depths = torch.arange(queries, device=q.device).expand(rows, -1)

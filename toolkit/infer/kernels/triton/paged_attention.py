@@ -80,16 +80,18 @@ def _fold(
 
 @triton.jit
 def _load_queries(
-    q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups: tl.constexpr, width: tl.constexpr,
-    wide: tl.constexpr, rows: tl.constexpr, upcast: tl.constexpr,
+    q, q_head, q_new, group, tile, queries, kv_heads, groups: tl.constexpr, width: tl.constexpr, wide: tl.constexpr,
+    rows: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile's queries [rows, wide], the query number of each tile row, and whether that query exists."""
+    """q: pointer to the row's first query.
+
+    Return the tile's queries [rows, wide], the query number of each tile row, and whether that query exists."""
     folded = tile * rows + tl.arange(0, rows)
     number = folded // groups
     head = (group % kv_heads) * groups + folded % groups
     real = number < queries
     dim = tl.arange(0, wide)
-    begin = q + (group // kv_heads).to(tl.int64) * q_row + head.to(tl.int64) * q_head + number.to(tl.int64) * q_new
+    begin = q + head.to(tl.int64) * q_head + number.to(tl.int64) * q_new
     loaded = tl.load(begin[:, None] + dim[None, :], mask=real[:, None] & (dim < width)[None, :], other=0.0)
     if upcast:
         loaded = loaded.to(tl.float32)
@@ -98,11 +100,12 @@ def _load_queries(
 
 @triton.jit
 def _leave(
-    best, total, acc, parts, part_lse, sinks, group, tile, part, part_count, queries, kv_heads, number, real,
+    best, total, acc, parts, part_lse, sinks, group, tile, part, part_count, queries, kv_heads, number, real, first,
     groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
     whole: tl.constexpr,
 ):  # fmt: skip
-    """Write the tile's part [rows, Dv] and its log-sum-exp; `whole`: this is the only part, so write the output."""
+    """Write the tile's part [rows, Dv] and its log-sum-exp; `whole`: this is the only part, so write the output, in
+    which the row's queries are from `first` on."""
     folded = tile * rows + tl.arange(0, rows)
     value_dim = tl.arange(0, value_wide)
     stored = real[:, None] & (value_dim < value_width)[None, :]
@@ -111,8 +114,7 @@ def _leave(
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32) * LOG2E
             total += tl.exp2(sink - best)
-        row = (group // kv_heads).to(tl.int64) * queries + number
-        begin = parts + (row * (kv_heads * groups) + head) * value_width
+        begin = parts + ((first + number) * (kv_heads * groups) + head) * value_width
         tl.store(begin[:, None] + value_dim[None, :], (acc / total[:, None]).to(parts.dtype.element_ty), mask=stored)
     else:
         seen = total > 0
@@ -124,26 +126,42 @@ def _leave(
         tl.store(part_lse + place, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
 
 
+@triton.jit
+def _queries_of(begins, row, queries):
+    """The place of a row's first query among those of all rows, and their number: `queries` without begins."""
+    first, count = row.to(tl.int64) * queries, queries
+    if begins is not None:
+        first = tl.load(begins + row)
+        count = (tl.load(begins + row + 1) - first).to(tl.int32)
+    return first, count
+
+
 @triton.jit(do_not_specialize=["queries", "pages", "part_count"])
 def causal_parts(
-    q, keys, values, table, starts, sinks, parts, part_lse, q_row, q_head, q_new, queries, kv_heads, pages, part_count,
-    scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr, width: tl.constexpr,
+    q, keys, values, table, starts, begins, sinks, parts, part_lse, q_row, q_head, q_new, queries, kv_heads, pages,
+    part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr, width: tl.constexpr,
     value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     whole: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(pdl)
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
+    first_query, count = _queries_of(begins, row, queries)
+    if begins is None:
+        q += row.to(tl.int64) * q_row
+    else:
+        q += first_query * q_new
     loaded, number, real = _load_queries(
-        q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
+        q, q_head, q_new, group, tile, count, kv_heads, groups, width, wide, rows, upcast
     )
     start = tl.load(starts + row).to(tl.int32)
     stands = start + number
-    end = start + tl.minimum((tile * rows + rows - 1) // groups, queries - 1) + 1
+    end = start + tl.minimum((tile * rows + rows - 1) // groups, count - 1) + 1
+    end = tl.where(tile * rows < count * groups, end, 0)  # a tile after the row's last query reads no key
     first = 0
     if window is not None:
         first = tl.maximum(start + tile * rows // groups - window + 1, 0) // block * block
-    own = tl.cdiv(tl.cdiv(end - first, block), part_count) * block
+    own = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), block), part_count) * block
     first += part * own
     last = tl.minimum(first + own, end)
     best = tl.full((rows,), float("-inf"), tl.float32)
@@ -161,7 +179,7 @@ def causal_parts(
         )  # fmt: skip
     _leave(
         best, total, acc, parts, part_lse, sinks, group, tile, part, part_count, queries, kv_heads, number, real,
-        groups, value_width, value_wide, rows, whole,
+        first_query, groups, value_width, value_wide, rows, whole,
     )  # fmt: skip
 
 
@@ -176,7 +194,7 @@ def tree_parts(
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     loaded, number, real = _load_queries(
-        q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
+        q + row.to(tl.int64) * q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
     )
     length = tl.load(lengths + row).to(tl.int32)
     stands = tl.zeros((rows,), tl.int32)
@@ -217,15 +235,15 @@ def tree_parts(
             value_width, wide, value_wide, scale, softcap, upcast,
         )  # fmt: skip
     _leave(
-        best, total, acc, parts, part_lse, None, group, tile, part, part_count, queries, kv_heads, number, real,
+        best, total, acc, parts, part_lse, None, group, tile, part, part_count, queries, kv_heads, number, real, 0,
         groups, value_width, value_wide, rows, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "part_count"])
 def merge_parts(
-    parts, part_lse, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr, value_width: tl.constexpr,
-    value_wide: tl.constexpr, parts_wide: tl.constexpr, pdl: tl.constexpr,
+    parts, part_lse, begins, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr,
+    value_width: tl.constexpr, value_wide: tl.constexpr, parts_wide: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts [S, Dv] of one query of one head, weighted by their log-sum-exps."""
     wait_for_earlier(pdl)
@@ -248,28 +266,34 @@ def merge_parts(
         mask=(lse > float("-inf"))[:, None] & (value_dim < value_width)[None, :], other=0.0,
     )  # fmt: skip
     merged = tl.sum(numbers * weights[:, None], axis=0) / total
-    row = (group // kv_heads).to(tl.int64) * queries + folded // groups
-    place = out + (row * (kv_heads * groups) + head) * value_width + value_dim
-    tl.store(place, merged.to(out.dtype.element_ty), mask=value_dim < value_width)
+    first, count = _queries_of(begins, group // kv_heads, queries)
+    place = out + ((first + folded // groups) * (kv_heads * groups) + head) * value_width + value_dim
+    tl.store(place, merged.to(out.dtype.element_ty), mask=(value_dim < value_width) & (folded // groups < count))
 
 
 # Triton's interpreter computes wrong results in bf16: convert to fp32 right after every load.
 UPCAST = not isinstance(merge_parts, JITFunction)
 
 
-def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
-    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b has position starts[b] + n; it attends to keys up to it."""
-    launch = _Launch(q, pages, scoring)
+def attend_causal(
+    q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring, begins: Tensor | None = None, longest: int = 0
+) -> Tensor:
+    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b has position starts[b] + n; it attends to keys up to it.
+
+    begins, longest: of rows of several lengths in q [1, Hq, T, D], see the reference."""
+    launch = _Launch(q, pages, scoring, None if begins is None else (len(starts), longest))
     parts = launch.part_count(pages.span)
+    if launch.programs * launch.tiles >= _processors(q.device):
+        parts = 1  # there is work for all; parts of a long prompt would be tens of MB in fp32
     out, part_out, part_lse = launch.outputs(parts)
     whole = parts == 1
     causal_parts[(launch.programs, launch.tiles, parts)](
-        launch.q, pages.keys, pages.values, pages.table, starts, scoring.sinks if whole else None,
+        launch.q, pages.keys, pages.values, pages.table, starts, begins, scoring.sinks if whole else None,
         out if whole else part_out, part_lse, *launch.q.stride()[:3], launch.queries, launch.kv_heads,
         pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window, whole=whole, **launch.constants,
     )  # fmt: skip
     if not whole:
-        launch.merge(part_out, part_lse, parts, out)
+        launch.merge(part_out, part_lse, parts, out, begins)
     return out
 
 
@@ -296,12 +320,15 @@ def attend_tree(
 class _Launch:
     """Launch parameters of one layer's attention: tiles of the N * G queries of a key head, for all rows and heads."""
 
-    def __init__(self, q: Tensor, pages: Pages, scoring: Scoring) -> None:
+    def __init__(self, q: Tensor, pages: Pages, scoring: Scoring, ragged: tuple[int, int] | None = None) -> None:
+        """ragged: number of rows that stand one after another in q, and most queries of one."""
         self.q = q if q.stride(-1) == 1 else q.contiguous()
         rows, heads, self.queries, width = q.shape
         _, self.kv_heads, value_width = pages.values.shape
         self._scoring, self._groups, self._value_width = scoring, heads // self.kv_heads, value_width
         self._shape = (rows, self.queries, heads, value_width)
+        if ragged is not None:
+            rows, self.queries = ragged
         wide, self._value_wide = (max(MIN_TILE, triton.next_power_of_2(one)) for one in (width, value_width))
         assert max(wide, self._value_wide) <= MAX_WIDTH, f"heads of {width} and {value_width} leave no room for a tile"
         size, widest, folded = q.element_size(), max(wide, self._value_wide), self.queries * self._groups
@@ -334,11 +361,13 @@ class _Launch:
         part_out = torch.empty((*shape, self._value_width), dtype=torch.float32, device=device)
         return out, part_out, torch.empty(shape, dtype=torch.float32, device=device)
 
-    def merge(self, part_out: Tensor | None, part_lse: Tensor | None, parts: int, out: Tensor) -> None:
+    def merge(
+        self, part_out: Tensor | None, part_lse: Tensor | None, parts: int, out: Tensor, begins: Tensor | None = None
+    ) -> None:
         merge_parts[(self.programs * self.queries * self._groups,)](
-            part_out, part_lse, self._scoring.sinks, out, self.queries, self.kv_heads, parts, groups=self._groups,
-            value_width=self._value_width, value_wide=self._value_wide, parts_wide=triton.next_power_of_2(parts),
-            **dependent(self.q),
+            part_out, part_lse, begins, self._scoring.sinks, out, self.queries, self.kv_heads, parts,
+            groups=self._groups, value_width=self._value_width, value_wide=self._value_wide,
+            parts_wide=triton.next_power_of_2(parts), **dependent(self.q),
         )  # fmt: skip
 
 
