@@ -117,8 +117,9 @@ class TrainingMemory:
             f"train.data.micro_batch=1 train.data.max_length={shorter.max_length}": {"data": shorter},
         }  # fmt: skip
         for text, change in changes.items():
-            settings = replace(settings, **change)
-            lines.append(f"with {text}: {self.needed(settings, processes).total / GB:.1f} GB")
+            settings, before = replace(settings, **change), self.needed(settings, processes).total
+            after = self.needed(settings, processes).total
+            lines += [f"with {text}: {after / GB:.1f} GB"] if after < before else []
         return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
