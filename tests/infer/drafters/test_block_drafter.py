@@ -140,8 +140,8 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
     assert not probes or any(ranks for seen in chooser.seen.values() for _, ranks in seen)
 
 
-def test_trees_have_the_correction_of_each_path(small_target, draft):
-    """All candidates of four levels. With that of another node's token, siblings' children would be alike."""
+def test_trees_have_the_bias_of_each_path(small_target, draft):
+    """All candidates of four levels. With the bias of another node's token, siblings' children would be alike."""
     engine = engine_after_steps(small_target, draft, "4,3,31", 5)
     tree = proposed(engine)
     for row, request in enumerate(engine._running):
