@@ -701,7 +701,7 @@ GROUPS: dict[str, tuple[Callable[..., None], tuple[tuple, ...]]] = {
     )),
     "rank_candidates": (ranking, (
         (8, 4, (32, 20), False), (8, 7, (64, 64), True), (1, 3, (4, 4), False), (2, 4, (14, 1, 9), True),
-        (16, 9, (256, 40), True),
+        (12, 9, (256, 40), True),
     )),
     "argmax": (greedy, ((5, 9001, FP32), (1, 7, FP32), (2, 4097, BF16))),
     "top_log_probs": (top, ((2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 7, 7, FP32))),

@@ -135,7 +135,8 @@ def trees(k: int, steps: int, nodes: int) -> None:
     count, sees = k + (steps - 1) * k * k, there(2, k, 1 + steps * k, dtype=torch.bool)
     found = Candidates.empty(2, count, torch.device("meta"))
     beams = Beams(*(there(2, k) for _ in range(3)), there(2, k, dtype=FP32), sees)
-    OPS.grow_beams(beams, there(2, k, k, dtype=FP32), there(2, k, k), there(32000), found, k, None, k, 1 + k)
+    for one in (beams, beams._replace(sees=None)):
+        OPS.grow_beams(one, there(2, k, k, dtype=FP32), there(2, k, k), there(32000), found, k, None, k, 1 + k)
     OPS.rank_candidates(there(2), found.tokens, found.parents, found.scores, (nodes, nodes), steps)
     ids, mask = there(2, nodes), there(2, nodes, nodes, dtype=torch.bool)
     OPS.follow_choices(ids, ids, ids, mask, mask[:, 0], ids, steps + 1)

@@ -18,8 +18,8 @@ from toolkit.infer.request.draft_tree import DraftTree, upload
 
 COMPARED = 16  # candidates per step that all candidates of a row are compared with
 LANES = 128  # candidates that one program converts to nodes
-# Beams and candidates that one program finds by comparisons; torch sorts more of them.
-MOST_BEAMS, MOST_CANDIDATES = 32, 2048
+# Beams and candidates that one program finds by comparisons (of 2048 it spills registers); torch sorts more of them.
+MOST_BEAMS, MOST_CANDIDATES = 32, 1024
 
 
 @triton.jit(do_not_specialize=["nodes", "longest"])
