@@ -86,7 +86,8 @@ class Eagle2Head(DraftHead):
 
     def keys_values(self, embeds: Tensor, hidden: Tensor, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat((embeds, hidden), dim=-1))
-        (layer,) = self.layers
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
         return layer.keys_values(x, *self.rope(positions, embeds, reach))
 
     def warm_start(self) -> WarmStart:

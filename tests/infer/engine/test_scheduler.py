@@ -63,7 +63,7 @@ def test_a_queue_deeper_than_the_free_rows_waits_for_an_eighth(waiting, running,
 
 
 def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
-    """2 prompts of 6 and 2 are 8 tokens, without padding; one above the budget is read in chunks, others wait for it."""
+    """Prompts of 6 and 2 are 8 tokens, without padding; one above the budget is read in chunks, others wait for it."""
     made = empty(8)
     made.waiting.extend([request("a", 6), request("b", 2), request("c", 2), request("d", 50), request("e", 1)])
     assert [names(made.next_group(9)) for _ in range(3)] == ["ab", "c", ""]

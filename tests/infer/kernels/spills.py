@@ -103,7 +103,7 @@ def attention(op: str, heads: tuple[int, int, int], dtype: torch.dtype, new: int
         getattr(OPS, op)(q, pages, there(rows), *masks[op], scoring)
 
 
-def prompts(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
+def ragged_prompts(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
     """Two prompts of several lengths, of at most `new` positions."""
     kv, groups, width = heads
     q, pages = there(1, new + 9, kv * groups, width, dtype=dtype).transpose(1, 2), pages_of(kv, width, dtype, 2, 4096)
@@ -175,7 +175,7 @@ def attention_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
                 yield f"{model}, {nodes} nodes", name, partial(attention, "attend_tree", heads, dtype, nodes)
             for new in prompts:
                 yield f"{model}, {new} new", name, partial(attention, "attend_causal", heads, dtype, new)
-                yield f"{model}, prompts of {new}", name, partial(prompts, heads, dtype, new)
+                yield f"{model}, prompts of {new}", name, partial(ragged_prompts, heads, dtype, new)
             for paths in (1, 32):
                 yield f"{model}, {paths} paths", name, partial(attention, "attend_paths", heads, dtype, 32, paths)
             if heads[2] > 64:

@@ -263,8 +263,8 @@ class RaggedMetadata(AttentionMetadata):
             return self._kernels.attend_causal(q, pages, self._lengths, scoring, self._begins, self._longest)
         found = []
         for part, rows, metadata in self._groups:
-            own = (one[0, :, part].unflatten(1, (rows, -1)).transpose(0, 1) for one in (q, k, v))
-            found.append(metadata.attend(layer, *own, scoring).flatten(0, 1))
+            own_q, own_k, own_v = (one[0, :, part].unflatten(1, (rows, -1)).transpose(0, 1) for one in (q, k, v))
+            found.append(metadata.attend(layer, own_q, own_k, own_v, scoring).flatten(0, 1))
         return torch.cat(found)[None]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:

@@ -134,8 +134,8 @@ def attend_causal(
     if begins is not None:
         edges = begins.tolist()
         alone = (replace(pages, table=pages.table[row : row + 1]) for row in range(len(starts)))
-        rows = zip(alone, starts.split(1), edges[:-1], edges[1:], strict=True)
-        return torch.cat([attend_causal(q[:, :, a:b], own, start, scoring) for own, start, a, b in rows], dim=1)
+        each = zip(alone, starts.split(1), edges[:-1], edges[1:], strict=True)
+        return torch.cat([attend_causal(q[:, :, a:b], own, start, scoring) for own, start, a, b in each], dim=1)
     rows, _, queries, _ = q.shape
     chain = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril().expand(rows, -1, -1)
     depths = torch.arange(queries, device=q.device).expand(rows, -1)

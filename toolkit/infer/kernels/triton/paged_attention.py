@@ -268,7 +268,8 @@ def merge_parts(
     merged = tl.sum(numbers * weights[:, None], axis=0) / total
     first, count = _queries_of(begins, group // kv_heads, queries)
     place = out + ((first + folded // groups) * (kv_heads * groups) + head) * value_width + value_dim
-    tl.store(place, merged.to(out.dtype.element_ty), mask=(value_dim < value_width) & (folded // groups < count))
+    stored = tl.where(folded // groups < count, value_width, 0)  # after the row's last query nothing
+    tl.store(place, merged.to(out.dtype.element_ty), mask=value_dim < stored)
 
 
 # Triton's interpreter computes wrong results in bf16: convert to fp32 right after every load.
