@@ -101,6 +101,9 @@ def test_a_block_has_the_tree_of_a_heap(monkeypatch, k, steps, nodes, cut):
     for parents in (k, 1):
         table = -(torch.rand(2, steps, parents, k, generator=generator) * 5).floor() / 4
         table = table.sort(dim=-1, descending=True).values
+        if nodes == 7:  # the fifth and last node of a level has the only child
+            table.fill_(-1.0)
+            table[:, 0, :, :5], table[:, 1, 4:5, 0] = 0.0, 0.0
         found = draft_beams(TableRollout(table=table, tokens=table), most, own, ids)
         tree = rerank(torch.tensor([90, 91]), found, [one.num_draft_tokens for one in own], steps)
         for row, shape in enumerate(own):
