@@ -13,7 +13,6 @@ The heads of a group are folded into the query rows, so that keys and values are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +94,7 @@ def attend(
     kv_heads = k.shape[1]
     folded = q.reshape(rows, kv_heads, q_heads // kv_heads * queries, width)
     if softcap is None and sinks is None:
-        out = _attention(folded, k, v, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(folded, k.transpose(-1, -2)).float() * scaling
         if softcap is not None:
@@ -119,18 +118,8 @@ def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
     """Causal attention: q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
     grouped = q.shape[1] != k.shape[1]
-    return _attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(1, 2)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, **settings: Any) -> Tensor:
-    """PyTorch's attention. CPUs of AVX2 alone compute it in float32, whose products take them a seventh of the time of
-    those of bfloat16."""
-    slow = q.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if not slow or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **settings)
-    mask = None if attn_mask is None else attn_mask.float()
-    out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, **settings)
-    return out.to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
