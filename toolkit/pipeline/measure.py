@@ -45,7 +45,7 @@ from toolkit.bench.table import (
     times,
 )
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes, drafts_at_once
+from toolkit.infer.drafters.choose_drafter import Draft, default_shape, drafted_shapes, shape_for
 from toolkit.infer.engine.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import out_of_memory
@@ -236,7 +236,7 @@ def _measure(
 ) -> dict[str, Any]:
     """adaptive: the largest shape of adaptive drafting; None: that of the shapes. settings: of `measure_acceptance`."""
     prompts, asked = prompts_and_shapes(wanted)
-    given = list(dict.fromkeys(one.for_head(drafts_at_once(draft)) for one in asked))
+    given = list(dict.fromkeys(shape_for(draft, one) for one in asked))
     shapes = drafted_shapes(draft, given)
     if shapes != given:
         shapes = list(dict.fromkeys([*shapes, default_shape(draft)]))  # all tokens of a block, too

@@ -208,7 +208,9 @@ class AdaptiveShape:
         # Whether lookup's drafts would pay if they took no time.
         looks = bool(lookup) and len(lookup) > sum(1 / one[-1] for one in lookup) * margin * HOLD
         wait = min(self._wait, SOON) if looks else self._wait
-        whole = self._news or len(requests) != self._compared or self._rounds >= self._picked + wait
+        # Where lookup was the best kind and finds nothing, another one may be.
+        ended = self._best == LOOKUP and not looks
+        whole = self._news or ended or len(requests) != self._compared or self._rounds >= self._picked + wait
         if self._best == PLAIN and not whole and not looks:
             return Plan()
         plans = self._plans(requests, lookup, None if whole else self._best)

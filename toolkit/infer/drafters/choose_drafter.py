@@ -29,6 +29,13 @@ def drafts_at_once(draft: Draft | None) -> int:
     return draft.head.config.drafts_at_once if isinstance(draft, DraftCheckpoint) else 0
 
 
+def shape_for(draft: Draft | None, shape: DraftShape) -> DraftShape:
+    """Returns the shape that a budget means to this draft; other shapes as they are."""
+    if shape.budget and isinstance(draft, NgramLookup):
+        return DraftShape.chain(shape.num_draft_tokens - 1)
+    return shape.for_head(drafts_at_once(draft))
+
+
 def says_confidence(draft: DraftCheckpoint) -> bool:
     """Returns whether the head says how sure a draft is."""
     return isinstance(draft.head, DSparkHead) and draft.head.has_confidence

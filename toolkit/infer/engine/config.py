@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_RECORDED = 64  # default limit of `cuda_graph_max_bs`: the host is a small part of larger rounds
 MOST_COMPILED = 32  # default limit of `torch_compile_max_bs`
-PREFILL = {"cuda": 8192, "cpu": 2048}  # default of `chunked_prefill_size`
 NGRAM, NATIVE, NONE = "ngram", "native", "none"  # values of `draft` that are no head of their own
 LEAST = {
     "max_running_requests": 1,
@@ -181,9 +180,9 @@ class EngineConfig:
         "in place of `max_total_tokens`: the cache's share of the memory (default: 0.125, of a GPU's free one 0.8)",
         metavar="F",
     )
-    chunked_prefill_size: int | None = option(
-        None,
-        "read prompts in parts of at most N tokens (default: 8192 on a GPU, 2048 on a CPU); a server on a CPU reads "
+    chunked_prefill_size: int = option(
+        2048,
+        "read prompts in parts of at most N tokens (default: 2048); a server on a CPU in one process reads "
         "fewer while others decode",
         metavar="N",
     )
@@ -244,10 +243,6 @@ class EngineConfig:
         rows = min(self.max_running_requests, MOST_RECORDED) if rows is None else rows
         compiled = min(rows, MOST_COMPILED) if compiled is None and self.torch_compile else compiled
         return dataclasses.replace(self, cuda_graph_max_bs=rows, torch_compile_max_bs=compiled)
-
-    def prefill_chunk(self, device_type: str) -> int:
-        """The most prompt tokens of one forward."""
-        return self.chunked_prefill_size or PREFILL.get(device_type, PREFILL["cpu"])
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""

@@ -30,7 +30,7 @@ from toolkit.infer.drafters.choose_drafter import (
     cached_token_bytes,
     choose_drafter,
     default_shape,
-    drafts_at_once,
+    shape_for,
     with_choices,
 )
 from toolkit.infer.drafters.drafting_head import cache_shape
@@ -103,7 +103,7 @@ class Engine:
         with torch.inference_mode():
             self._forward = forward = TargetForward(target, deterministic=config.deterministic)
             recorded = self._records(recordable, draft, forward.kv_shape)
-            rows, chunk, states = config.max_running_requests, config.prefill_chunk(device.type), forward.state_shapes
+            rows, chunk, states = config.max_running_requests, config.chunked_prefill_size, forward.state_shapes
             beside = sum(one.bytes for one in states), cached_token_bytes(draft)
             need = CacheNeed(forward.kv_shape, rows, config.max_total_tokens, config.mem_fraction_static, *beside)
             asked, longest = config.context_length, forward.max_context
@@ -112,9 +112,9 @@ class Engine:
             pool = PagePool(rows, self.context_length + ROOM, pages)
             self._cache = KVCache(forward.kv_shape, pool, in_order=config.deterministic)
             self._states = LinearStates.of_pool(states, pool, device)
-            self._levels = drafts_at_once(draft)
+            self._shape_for = partial(shape_for, draft)
             shape = None if draft is None else shape or config.draft_shape() or default_shape(draft)
-            self.shape = None if shape is None else shape.for_head(self._levels)
+            self.shape = None if shape is None else self._shape_for(shape)
             check_chains(self._states, self.shape)
             verify = "target" if config.deterministic else config.verify
             has_head = isinstance(draft, DraftCheckpoint)
@@ -274,7 +274,7 @@ class Engine:
         """Draft with another shape from the next step on.
 
         Raises EngineError without a draft head, DraftShapeError if the head or the verifier does not support it."""
-        shape = shape.for_head(self._levels)
+        shape = self._shape_for(shape)
         self.verifier.check_shape(shape)
         check_chains(self._states, shape)
         slack = self._slack(shape)

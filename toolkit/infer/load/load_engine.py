@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
-from toolkit.infer.drafters.choose_drafter import Draft, drafts_at_once
+from toolkit.infer.drafters.choose_drafter import Draft, shape_for
 from toolkit.infer.engine.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
@@ -186,7 +186,7 @@ def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -
         elif config.asks_for_lookup:  # they were measured without it
             winners = {}
     lookup = config.asks_for_lookup or (has_head and adaptive and config.lookup is None)
-    shape = measured_shape(draft, adaptive, search, most) if shape is None else shape.for_head(drafts_at_once(draft))
+    shape = measured_shape(draft, adaptive, search, most) if shape is None else shape_for(draft, shape)
     return Drafting(draft, shape, adaptive, lookup, search, winners)
 
 

@@ -82,7 +82,7 @@ class DraftShape:
         pass a level, one level for every doubling of the nodes. Other shapes stay as they are."""
         if not self.budget:
             return self
-        steps = levels or self.num_steps
+        steps = min(levels or self.num_steps, self.num_draft_tokens - 1)
         return DraftShape(steps, self.top_k, min(self.num_draft_tokens, 1 + candidate_count(steps, self.top_k)))
 
     def as_text(self) -> str:
