@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import facts_of, target_facts
 from toolkit.targets.stand_in import SHAPES
 from toolkit.train import needed_memory
+from toolkit.train.loop import accumulation_steps
 from toolkit.train.needed_memory import GB, USABLE, TrainingMemory
 from toolkit.train_settings import DataSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = """
 import json, sys
+from dataclasses import replace
 from pathlib import Path
 from toolkit.recipe import load_recipe
 from toolkit.train.loop import Trainer
@@ -88,3 +91,17 @@ def test_the_table_of_the_docs():
             said = fitting[0] if fitting else ", no"
             row += f" {sizes.get(said, min(sizes.values())) / GB:.0f} GB{said} |"
         assert row in page
+
+
+def test_processes_that_share_rows_or_the_target_need_less():
+    settings = load_recipe(REPOSITORY / "recipes" / "qwen3-8b.yaml", ["train.precision=bf16"]).train
+    memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
+
+    def gb(rows: int, **changes):
+        data = replace(settings.data, pack=False, split_rows=rows)
+        return memory.needed(replace(settings, data=data, **changes), 8).total / 1e9
+
+    assert gb(1, target="tensor") == gb(1, target="sharded") < gb(1) - 10
+    assert gb(8) < gb(1) - 3
+    whole = replace(settings, data=replace(settings.data, split_rows=8, micro_batch=2, global_batch=16))
+    assert accumulation_steps(whole, 8) == 8  # all eight hold a part of each of two rows

@@ -94,11 +94,11 @@ def test_rows_are_packed_by_default_on_a_gpu(tiny_target, monkeypatch):
 
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(offline, "check_packing", lambda target: None)
-    assert [with_packing(DataSettings(), one).pack for one in (on_gpu, tiny_target)] == [True, False]
+    assert [with_packing(TrainSettings(), one).pack for one in (on_gpu, tiny_target)] == [True, False]
     monkeypatch.setattr(offline, "check_packing", refuse)
-    assert not with_packing(DataSettings(), on_gpu).pack
+    assert not with_packing(TrainSettings(), on_gpu).pack
     with pytest.raises(TargetError, match="each other"):
-        with_packing(DataSettings(pack=True), tiny_target)
+        with_packing(TrainSettings(data=DataSettings(pack=True)), tiny_target)
 
 
 K = 4

@@ -103,7 +103,7 @@ class Trainer:
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, real_shapes(self.settings), same_bits)
         # The fingerprint of draws is that of the batches, so the default comes first.
-        self.settings = replace(self.settings, data=with_packing(self.settings.data, self.target))
+        self.settings = replace(self.settings, data=with_packing(self.settings, self.target))
         self.fingerprint = self._fingerprint(rollouts, world)
         ids, self.stored = self.plan.aux_layer_ids, None
         if self.settings.data.features == "offline":
@@ -373,4 +373,5 @@ class Trainer:
 def accumulation_steps(settings: TrainSettings, processes: int) -> int:
     """Micro-batches of a process in one optimizer step. Raises `RecipeError` if the global batch cannot be shared."""
     settings.check_processes(processes)
-    return max(1, settings.data.global_batch // processes // settings.data.micro_batch)
+    data = settings.data
+    return max(1, data.global_batch // max(1, processes // data.split_rows) // data.micro_batch)

@@ -67,7 +67,7 @@ class TrainingMemory:
         by_muon = (one.numel() for name, one in trained.items() if one.dim() == 2 and name not in ADAMW_MATRICES)
         muon = sum(by_muon) if settings.optimizer.name == "muon" else 0
         counts, drafted = count_parameters(facts.config), plan.token_map.size
-        layers, parts = counts["body"] + counts["experts"], processes if settings.target == "sharded" else 1
+        layers, parts = counts["body"] + counts["experts"], 1 if settings.target == "replicated" else processes
         always = {
             "target": self.weight * (layers / parts + counts["head"] + counts["embedding"]),
             "its draft rows": self.weight * facts.hidden_size * (drafted if drafted < facts.vocab_size else 0),
@@ -76,8 +76,10 @@ class TrainingMemory:
             # Muon's momentum is in the dtype of the gradients, and there twice: DeepSpeed stages each step's.
             "optimizer": (MOMENTS * (updated - muon) + 2 * width * muon) / processes,
         }
-        data, share = settings.data, max(1, settings.data.global_batch // processes)
+        data = settings.data
+        share = max(1, data.global_batch // max(1, processes // data.split_rows))
         rows, length = min(data.micro_batch, share), min(data.max_length, facts.max_context or data.max_length)
+        length = -(-length // data.split_rows)
         tokens, h = rows * length, plan.config.hidden_size
         later = rows * min(settings.unroll.anchors or length, length)
         full = 0 if plan.config.drafts_at_once else plan.config.mtp_layers

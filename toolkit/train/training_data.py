@@ -98,12 +98,14 @@ def read_step(
     return StepBatches(micro, counts, covered_share(whole, token_map))
 
 
-def with_packing(data: DataSettings, target: Target) -> DataSettings:
-    """The settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart.
+def with_packing(settings: TrainSettings, target: Target) -> DataSettings:
+    """The data settings with a decided `pack`: on a GPU rows are packed, if the target keeps the texts of a row apart.
 
-    Raises `TargetError` where packing is asked for and it does not."""
-    on_gpu, alone = target.device.type != "cpu", data.global_batch == 1 or data.split_rows > 1
-    pack = on_gpu and not alone if data.pack is None else data.pack
+    Not by default where anchors are drawn, so many a row. Raises `TargetError` where packing is asked for and the
+    target does not."""
+    data, anchors = settings.data, settings.unroll.anchors is not None
+    alone = data.global_batch == 1 or data.split_rows > 1 or anchors
+    pack = target.device.type != "cpu" and not alone if data.pack is None else data.pack
     if pack:
         try:
             check_packing(target)
