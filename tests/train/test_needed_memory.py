@@ -94,11 +94,12 @@ def test_the_table_of_the_docs():
 
 
 def test_processes_that_share_rows_or_the_target_need_less():
-    settings = load_recipe(REPOSITORY / "recipes" / "qwen3-8b.yaml", ["train.precision=bf16"]).train
+    own = ["train.precision=bf16", "train.evaluation.real_every=null", "train.data.pack=false"]
+    settings = load_recipe(REPOSITORY / "recipes" / "qwen3-8b.yaml", own).train
     memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
 
     def gb(rows: int, **changes):
-        data = replace(settings.data, pack=False, split_rows=rows)
+        data = replace(settings.data, split_rows=rows)
         return memory.needed(replace(settings, data=data, **changes), 8).total / 1e9
 
     assert gb(1, target="tensor") == gb(1, target="sharded") < gb(1) - 10
