@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.infer.drafters.choose_drafter import shape_for
+from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.request.draft_tree import DraftShape, chain_tree, root_only
 from toolkit.infer.request.params import DraftShapeError
 
@@ -57,3 +59,10 @@ def test_a_budget_is_a_tree_by_the_head_and_by_the_engine():
 def test_shapes_clipped_in_depth():
     """What a block of so many places can draft; a tree keeps no more nodes than its levels offer."""
     assert DraftShape.parse("4,2,9").up_to(1).as_text() == "1,2,3"
+
+
+def test_what_a_budget_means_to_each_draft():
+    """Lookup drafts chains; a tree has no more levels than nodes below its root."""
+    small, wide = DraftShape.parse("3"), DraftShape.parse("64")
+    assert shape_for(NgramLookup(), wide) == DraftShape.chain(63)
+    assert small.for_head(15) == DraftShape(2, 8, 3) and wide.for_head(5) == DraftShape(5, 8, 64)
