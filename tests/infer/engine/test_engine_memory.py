@@ -120,6 +120,25 @@ def test_requests_without_drafts_find_prefixes(small_target, build):
     fresh.close()
 
 
+@pytest.mark.parametrize("name", ["eagle3", "none"])
+def test_prompts_that_arrive_together_read_a_shared_beginning_once(small_target, build, name):
+    """As the choices of a request and questions with the same examples. A short beginning holds no prompt up."""
+    stem, params = [(7 * i) % 23 + 1 for i in range(150)], SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [stem + [1], stem + [2, 3], stem[:100] + [4], [9] * 20, stem + [1], stem[30:80], stem[30:80]]
+    options = {"draft": build(name), "shape": DraftShape.chain(3)} if name != "none" else {}
+    engine, fresh = (
+        Engine(small_target, **options, max_running_requests=8, prefix_cache=kept) for kept in (True, False)
+    )
+    done, wanted = (one.generate(prompts, params) for one in (engine, fresh))
+    engine.check_integrity()
+    assert [one.cached_tokens for one in done] == [0, 144, 96, 0, 144, 0, 0]
+    for one, other in zip(done, wanted, strict=True):
+        assert one.output_ids == other.output_ids
+        assert [event.accepted for event in one.events] == [event.accepted for event in other.events]
+    engine.close()
+    fresh.close()
+
+
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
     """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
     engine = Engine(small_target, max_running_requests=2, chunked_prefill_size=8)

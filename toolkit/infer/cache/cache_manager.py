@@ -186,6 +186,13 @@ class KVMemory:
             self._states.restore(row, states)
         return len(found) * size
 
+    def reusable(self, tokens: Sequence[int], end: int) -> tuple[int, ...]:
+        """Return the tokens that the cached pages of the positions before `end` depend on; nothing if a text of these
+        `tokens` does not reuse them. end: of a page."""
+        if self._prefixes is None or len(tokens) < end + max(1, self._lookahead):
+            return ()
+        return tuple(tokens[: end + self._lookahead])
+
     def grow(self, row: int, length: int) -> bool:
         """Grow the row to `length` tokens and one step; evict unused prefixes if necessary. False without room."""
         missing = self.pool.missing(row, length + self.slack)

@@ -20,6 +20,7 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 LEAST_CHUNK = 64  # tokens that are read at once where memory is short
+WORTH_A_WAIT = 64  # shared tokens, for which a prompt waits for another forward; a whole number of pages
 READS_TO_GROW = 32  # chunks, after which memory may suffice for larger ones again
 Move = tuple[int, int]  # (destination row, source row)
 _order = attrgetter("order")
@@ -51,17 +52,20 @@ class Scheduler:
     def next_group(self, budget: int) -> list[Request]:
         """Assign rows to the waiting requests to prefill together now, in the order of the queue. Returns them.
 
-        Together they have at most `budget` unread tokens. A single longer prompt becomes `reading` instead.
+        Together they have at most `budget` unread tokens. A single longer prompt becomes `reading` instead. A prompt
+        that begins as another of the group waits until it can reuse the other's pages.
         With a long queue, prefill waits until an eighth of the rows is free, so that one forward reads many prompts.
         """
         free = self.max_running_requests - len(self.running)
         if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
+        beginnings: set[tuple[int, ...]] = set()
         tokens = 0
         while self.waiting and len(group) < free and self._admit(self.waiting[0]):
             tokens += self.waiting[0].unread
-            if tokens > budget:
+            beginning = self._beginning(self.waiting[0])
+            if tokens > budget or beginning in beginnings:
                 if group:
                     self.memory.release(len(self.running))
                 else:
@@ -69,9 +73,17 @@ class Scheduler:
                 break
             group.append(self.waiting.popleft())
             self.running.append(group[-1])
+            if beginning:
+                beginnings.add(beginning)
             if not self._together:
                 break
         return group
+
+    def _beginning(self, request: Request) -> tuple[int, ...]:
+        """Return the admitted request's tokens up to the end of the next WORTH_A_WAIT ones, if it could reuse their
+        pages; else nothing."""
+        reuse = request.params.prompt_logprobs is None
+        return self.memory.reusable(request.context_ids, request.n_read + WORTH_A_WAIT) if reuse else ()
 
     def _gathered(self) -> int:
         """Number of rows that must be free before prompts are read."""
