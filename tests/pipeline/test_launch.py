@@ -22,7 +22,7 @@ from toolkit.pipeline.launch import (
     training_line,
     training_processes,
 )
-from toolkit.train_settings import TrackingSettings, TrainSettings
+from toolkit.train_settings import DataSettings, TrackingSettings, TrainSettings
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -61,6 +61,17 @@ def test_training_line_refuses_what_cannot_start(tmp_path: Path) -> None:
         training_processes(0, TrainSettings())
     with pytest.raises(FileNotFoundError, match="absent.yaml"):
         training_line("r.yaml", [], 1, tmp_path / "absent.yaml", "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split_rows", "wanted"), [(0, 1, 1), (0, 2, 2), (8, 1, 6), (8, 4, 8), (7, 2, 6), (8, 5, 5)]
+)
+def test_processes_by_default_share_batch_and_rows(monkeypatch, gpus: int, split_rows: int, wanted: int) -> None:
+    """Six sequences: over groups of processes that hold rows together."""
+    monkeypatch.setattr(launch, "gpus", lambda: gpus)
+    settings = TrainSettings(data=DataSettings(global_batch=6, split_rows=split_rows))
+    assert training_processes(None, settings) == wanted
+    settings.check_processes(wanted)
 
 
 def test_a_missing_package_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,15 @@ def gpus() -> int:
 
 
 def training_processes(asked: int | None, settings: TrainSettings) -> int:
-    """How many processes train: as asked, else one a GPU as far as they can share the global batch, else one.
+    """How many processes train: as asked, else one a GPU as far as they can share the global batch, else as many as
+    hold a row.
 
     Raises `LaunchError` below 1.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"the number of training processes is {asked}; at least 1 is needed")
-    return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.data.global_batch % count == 0)
+    group, batch = settings.data.split_rows, settings.data.global_batch
+    return asked or max(n for n in range(group, max(group, gpus()) + 1, group) if batch % (n // group) == 0)
 
 
 def check_packages(settings: TrainSettings) -> None:

@@ -3,7 +3,6 @@ are the ones that a heap grows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from tests.infer.drafters.conftest import best_first, paths, ragged_prompts, set
 from toolkit.infer.drafters import draft_rollout
 from toolkit.infer.drafters.draft_rollout import draft_beams, rerank
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.kernels.dispatch import REFERENCE
 from toolkit.infer.kernels.tree_reference import Candidates
 from toolkit.infer.request.draft_tree import DraftShape
 
@@ -85,6 +83,10 @@ class TableRollout(SimpleNamespace):
         here = self.table[:, self.level]
         return here if here.shape[1] == 1 else here[torch.arange(len(here))[:, None], self.before]
 
+    def best(self, states, k):
+        scores = self.logits(states)
+        return scores, torch.arange(k).expand_as(scores)
+
 
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(4, 6, 40), (3, 9, 70), (8, 5, 256), (5, 3, 2), (6, 2, 7)])
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "fixed size"])
@@ -92,8 +94,6 @@ def test_a_block_has_the_tree_of_a_heap(monkeypatch, k, steps, nodes, cut):
     """Many ties, also between a node and its child, with and without the parent's token, and of a row with a shape of
     its own beside the batch's. Not cut: with as many beams as a recorded draft has."""
     ids = torch.arange(k)
-    table_ops = replace(REFERENCE, top_log_probs=lambda scores, _k: (scores, ids.expand_as(scores)))
-    monkeypatch.setattr(draft_rollout, "ops_for", lambda _device: table_ops)
     if not cut:
         monkeypatch.setattr(draft_rollout, "_in_reach", lambda beams, *_: beams)
     most, generator = DraftShape(steps, k, nodes), torch.Generator().manual_seed(steps)

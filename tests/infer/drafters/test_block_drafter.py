@@ -137,8 +137,10 @@ def test_after_a_pause_the_cache_is_whole(small_target, draft, monkeypatch, catc
     assert not probes or any(ranks for seen in chooser.seen.values() for _, ranks in seen)
 
 
-def test_trees_have_the_correction_of_each_path(small_target, draft):
-    """With that of another node's token, siblings' children would be alike."""
+@pytest.mark.parametrize("at_once", [512, 9])
+def test_trees_have_the_correction_of_each_path(small_target, draft, monkeypatch, at_once):
+    """With that of another node's token, siblings' children would be alike. Also of levels that are scored in parts."""
+    monkeypatch.setattr(block_drafter, "LOGIT_ROWS", at_once)
     engine = engine_after_steps(small_target, draft, "64", 5)
     tree = proposed(engine)
     for row, request in enumerate(engine._running):

@@ -39,8 +39,10 @@ from toolkit.infer.drafters.draft_rollout import DraftRollout, Draws
 from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import DraftingHead, HeadReader
 from toolkit.infer.drafters.head_drafter import CATCH_UP, HeadDrafter
+from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import DraftShapeError
+from toolkit.infer.verify.verifiers import LOGIT_ROWS
 from toolkit.targets.target import Target
 
 
@@ -51,6 +53,7 @@ class BlockReader(HeadReader):
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
         super().__init__(head, target, pool)
         self._block, self.writes_alone = block_of(head), False  # `read` does no more than that
+        self.corrects = self._block.config.correction != "none"
         self._serving = Serving(lambda ids: self._embed(ids).to(self.dtype), head.scores, self._rows())
 
     def weights_changed(self) -> None:
@@ -146,6 +149,16 @@ class BlockRollout(DraftRollout):
         """Returns the logits [B, n, D] at the current place, corrected by each token before; [B, 1, D] if none is."""
         logits = self._reader.logits(states, self._scores[:, self._place, None], self._before)
         return logits if self.within is None else self.within(logits)
+
+    def best(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As `DraftRollout.best`, with LOGIT_ROWS rows of logits at once: a level may have hundreds of nodes."""
+        parts = self._before.split(max(1, LOGIT_ROWS // len(states)), dim=1)
+        if len(parts) == 1 or self.within is not None or not self._reader.corrects:
+            return super().best(states, k)
+        scores, top = self._scores[:, self._place, None], ops_for(states.device.type).top_log_probs
+        found = zip(*(top(self._reader.logits(states, scores, part), k) for part in parts), strict=True)
+        values, ids = (torch.cat(one, dim=1) for one in found)
+        return values, ids
 
     def shadow_ranks(self, counts: Sequence[int], to_target: Tensor, width: int) -> DraftRanks:
         """As `DraftRollout.shadow_ranks`, for one position a row: the token before the root, which the root follows."""

@@ -179,6 +179,11 @@ class DraftRollout:
         logits = self._reader.head.logits(self.stage, states)
         return logits if self.within is None else self.within(logits)
 
+    def best(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the log-probabilities and draft vocabulary ids of the k most probable next tokens of a level's
+        `states`, [B, n, k] each; of one node for all where the level has one distribution."""
+        return ops_for(states.device.type).top_log_probs(self.logits(states), k)
+
     def finish(self) -> Tensor:
         """Lets the remaining stages read the nodes too. Returns the carry of the next round, [B, S-1, H]."""
         while self.stage + 1 < self._reader.head.stages:
@@ -317,7 +322,7 @@ def draft_beams(
     for level in range(steps):
         count = beams.tokens.shape[1]
         # [B, n, k] each; where no token before matters, the level has one distribution for all nodes.
-        children = [one.expand(-1, count, -1) for one in ops.top_log_probs(nodes.logits(hidden), k)]
+        children = [one.expand(-1, count, -1) for one in nodes.best(hidden, k)]
         width = None if widths is None else widths[level]
         keep = 0 if level + 1 == steps else min(most, k * count)
         beams = ops.grow_beams(beams, *children, to_target, found, first, width, keep, nodes.nodes)
