@@ -257,6 +257,19 @@ def test_it_follows_a_text_that_changes():
     assert world.play(chooser, 100, requests)[PLAIN] > 80
 
 
+def test_where_lookup_ends_the_head_drafts_at_once():
+    """The text repeats itself for a hundred rounds, in which shapes are compared ever more rarely; then it is new."""
+    chooser, world, requests = AdaptiveShape(TREE), World(best=0.8), [new_request()]
+    world.play(chooser, 120, requests)
+    for _ in range(100):
+        plan = chooser.choose(requests, [[1.0 + depth for depth in range(12)]])
+        if chooser.probe_due:
+            chooser.probed(requests, [[0] * 4])
+        chooser.record(requests, plan, [[0] * 4], *usual_costs(plan, 1))
+    assert plan.kind == LOOKUP
+    assert world.play(chooser, 5, requests)[PLAIN] <= 1  # a probe, as the head has rested
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_batch_of_new_rows_that_drafts_do_not_pay_for(packed):
     """Batches of 16 new rows and 31 rounds, where a node costs half a plain round: at most 1.5 % is lost. Where nearly
