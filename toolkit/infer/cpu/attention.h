@@ -236,10 +236,24 @@ void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
 
 #if defined(TILES)
 
+// Positions to prefetch ahead: the core's prefetcher does not follow pages. The values of the first ones are prefetched
+// with their keys.
+constexpr int64_t KEYS_AHEAD = 8 * PAGE, WITH_KEYS = 16 * PAGE;
+
+// Prefetches `size` numbers, from `from` on, of each entry of the page of position s, if it is seen.
+inline void fetch(const Paged<const bf16>& of, int64_t s, int64_t seen, int64_t from, int64_t size) {
+  if (s >= seen) return;
+  const bf16* at = of.page_of(s) + from;
+  for (int64_t i = 0; i < PAGE; i++, at += of.stride)
+    for (int64_t d = 0; d < size; d += SPAN) __builtin_prefetch(at + d);
+}
+
 // scores [seen, COLUMNS] of a row's keys and COLUMNS queries. pairs [D / 2, COLUMNS, 2]: the queries.
 template <int COLUMNS>
-void score_in_tiles(const bf16* pairs, const Paged<const bf16>& keys, int64_t seen, int64_t D, float* scores) {
+void score_in_tiles(const bf16* pairs, const Paged<const bf16>& keys, const Paged<const bf16>& values, int64_t seen,
+                    int64_t D, float* scores) {
   static_assert(PAGE == LINES, "a tile has the keys of a page");
+  for (int64_t s = 0; s < KEYS_AHEAD; s += PAGE) fetch(keys, s, seen, 0, D);
   constexpr int64_t BYTES = 4 * COLUMNS;
   const int64_t between = 2 * keys.stride;  // bytes
   const int64_t rest = seen % LINES, whole = seen - rest;
@@ -250,6 +264,10 @@ void score_in_tiles(const bf16* pairs, const Paged<const bf16>& keys, int64_t se
   tiles.use();
   int64_t s = 0;
   for (; s + 2 * LINES <= whole; s += 2 * LINES) {
+    for (int64_t at = s; at < s + 2 * LINES; at += PAGE) {
+      fetch(keys, at + KEYS_AHEAD, seen, 0, D);
+      if (at < WITH_KEYS) fetch(values, at, seen, 0, D);
+    }
     _tile_zero(0);
     _tile_zero(3);
     for (int64_t d = 0; d < D; d += SPAN) {
@@ -393,6 +411,8 @@ void gather_in_tiles(const bf16* shares, int64_t width, const Paged<const bf16>&
   __m512i room[2][PARTS][LINES];
   const auto prepare = [&](int64_t s) {
     const bf16* first = values.page_of(s) + from;
+    if (s + KEYS_AHEAD >= WITH_KEYS)
+      for (int64_t at = s; at < s + SPAN; at += PAGE) fetch(values, at + KEYS_AHEAD, seen, from, PARTS * LANES);
     const bf16* const pages[2] = {first, s + PAGE < seen ? values.page_of(s + PAGE) + from : first};
     pairs_of<PARTS>(pages, values.stride, seen - s, room[s / SPAN % 2]);
   };
@@ -444,7 +464,7 @@ void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queri
     const bf16* from = queries.from(call, i);
     for (int64_t d = 0; d < D; d += 2) memcpy(pairs + d * COLUMNS + 2 * i, from + d, 2 * sizeof(bf16));
   }
-  score_in_tiles<COLUMNS>(pairs, keys, seen, D, scores);
+  score_in_tiles<COLUMNS>(pairs, keys, values, seen, D, scores);
   for (int64_t i = 0; i < queries.count; i++)
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
       if (!queries.sees[i][m]) scores[(length + m) * COLUMNS + i] = -INFINITY;

@@ -219,9 +219,10 @@ struct Paired<Int8> {
 #endif
 };
 
-// Multiplies `rows` rows, for which the tiles are shaped, with one block. SECOND: rows > LINES. ahead: prefetch.
+// Multiplies `rows` rows, for which the tiles are shaped, with one block. SECOND: rows > LINES. ahead: prefetch. The
+// results of the first `done` rows are there already.
 template <typename Weights, bool SECOND>
-void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, const End& end) {
+void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, int64_t done, const End& end) {
   alignas(64) char room[2][SPAN * 2 * WIDTH];
   _tile_zero(0);
   _tile_zero(1);
@@ -259,7 +260,7 @@ void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool 
     _tile_stored(3, sums[3], LINE);
   }
   memory_is_read();
-  for (int64_t m = 0; m < rows; m++)
+  for (int64_t m = done; m < rows; m++)
     for (int half = 0; half < 2; half++) {
       Floats sum;
       memcpy(&sum, sums[m / LINES * 2 + half][m % LINES], sizeof sum);
@@ -327,13 +328,14 @@ void multiply_block_in_tiles(const char* w, const bf16* x, int64_t M, int64_t K,
   if (paired_once)
     for (int64_t step = 0; step < K / SPAN; step++) Paired<Weights>::pairs(w + step * STEP, held.data() + step * PAIRED);
   for (int64_t from = 0; from < M; from += rows) {
-    const int64_t m = from < M - rows ? from : M - rows;  // the last pass may overlap the one before
+    // The last pass may overlap the one before, whose results may have taken the place of their residuals.
+    const int64_t m = from < M - rows ? from : M - rows, done = from - m;
     if (paired_once)
-      multiply_tiles<Bfloat16, true>(held.data(), x + m * K, K, rows, false, end.from_row(m));
+      multiply_tiles<Bfloat16, true>(held.data(), x + m * K, K, rows, false, done, end.from_row(m));
     else if (rows > LINES)
-      multiply_tiles<Weights, true>(w, x + m * K, K, rows, from == 0, end.from_row(m));
+      multiply_tiles<Weights, true>(w, x + m * K, K, rows, from == 0, done, end.from_row(m));
     else
-      multiply_tiles<Weights, false>(w, x + m * K, K, rows, from == 0, end.from_row(m));
+      multiply_tiles<Weights, false>(w, x + m * K, K, rows, from == 0, done, end.from_row(m));
   }
 }
 
