@@ -40,11 +40,10 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    correction: Literal["none", "markov", "dfly", "selector"] | None = setting(
+    correction: Literal["none", "markov", "dfly"] | None = setting(
         None,
         "dspark: how scores depend on the token before. markov: a bias of low rank; dfly: its embedding corrects the "
-        "state; selector: scores of its pairs with the 16 best tokens; none: not at all, without a confidence, and the "
-        "masks alone draft (DFlash); null: markov",
+        "state; none: not at all, without a confidence, and the masks alone draft (DFlash); null: markov",
     )
     markov_rank: NonNegativeInt = setting(64, "dspark: rank of the Markov bias; 0: no correction")
     causal: bool = setting(False, "dspark: a place of the block sees no later one (JetSpec)")

@@ -82,7 +82,6 @@ ROUND_TRIPS = [
     (DSparkHead, {**DSPARK, "confidence_with_markov": False}, 5),
     (DSparkHead, {**DSPARK, "own_output": False}, 0),
     (DSparkHead, {**DSPARK, "correction": "dfly"}, 5),
-    (DSparkHead, {**DSPARK, "correction": "selector"}, 5),
     (DSparkHead, {**DSPARK, "sample_from_anchor": False, "markov_rank": 0, "confidence_with_markov": False}, 5),
 ]
 

@@ -86,7 +86,7 @@ class TestWhatLoadersRead:
         ("sglang", {**SHARED, **DFLASH, "causal": True}, "blocks are causal, and SGLang lets each place see its whole"),
         ("speculators", {**DFLASH, "causal": True}, "blocks are causal, and speculators"),
         ("vllm", {"correction": "dfly"}, "its correction is dfly, which no other engine computes"),
-        ("sglang", {**SHARED, "correction": "selector"}, "its correction is selector"),
+        ("sglang", {**SHARED, "correction": "dfly"}, "its correction is dfly"),
     ],
 )
 def test_what_an_engine_would_change_is_refused(make, tiny_facts, tmp_path, to, variants, says):

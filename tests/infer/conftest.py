@@ -309,7 +309,6 @@ DSPARK_HEADS = {
     "dflash": {"markov_rank": 0, "confidence": False, "sample_from_anchor": False, "own_output": False},
     "dspark-causal": {"markov_rank": 4, "causal": True},
     "dspark-dfly": {"correction": "dfly", "causal": True},
-    "dspark-selector": {"correction": "selector", "own_output": False},
 }
 
 

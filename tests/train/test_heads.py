@@ -22,8 +22,15 @@ pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
     "dspark": ("dspark", ("train.unroll.loss=dspark", "train.head.lm_head=frozen", "train.unroll.anchors=9")),
-    "dfly": ("dspark", ("train.head.correction=dfly", "train.head.causal=true")),
-    "selector": ("dspark", ("train.head.correction=selector", "train.unroll.loss=lk_hybrid", "train.data.pack=true")),
+    "dfly": (
+        "dspark",
+        (
+            "train.head.correction=dfly",
+            "train.head.causal=true",
+            "train.unroll.loss=lk_hybrid",
+            "train.data.pack=true",
+        ),
+    ),  # fmt: skip
     "eagle2": ("eagle2", ("train.head.layers=2", "train.data.pack=true")),
     "mtp": ("mtp", ("train.head.layers=2", "train.unroll.checkpointing=true")),
     "eagle3-1": (

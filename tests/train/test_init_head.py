@@ -85,21 +85,20 @@ def test_a_head_of_a_hub_is_recorded_with_its_commit(tiny_draft, target, tmp_pat
     assert record == {"name": "org/head", "revision": "0123abc", "weights_sha256": digest}
 
 
-@pytest.mark.parametrize("correction, rows", [("markov", "markov_head.markov_w2"), ("selector", "selector.successor")])
-def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path, correction, rows):
-    """Its correction has rows of ids as its output matrix has: those of new ids are 0."""
+def test_a_dspark_head_is_trained_further_with_another_map(target, tmp_path):
+    """Its bias has rows of ids as its output matrix has: those of new ids are 0."""
     vocabulary = target.vocab_size
     own = TokenMap.from_ids(range(10, 100), vocabulary)
     config = DSparkConfig.from_target_config(
         target.config, vocab_size=vocabulary, target_hidden_size=target.hidden_size, draft_vocab_size=own.size,
-        aux_layer_ids=(1, 2, 3), markov_rank=8, correction=correction,
+        aux_layer_ids=(1, 2, 3), markov_rank=8,
     )  # fmt: skip
     head = DSparkHead(config).requires_grad_(False)
     settings = TrainSettings(init=str(write(tmp_path / "head", head, own)), head=HeadSettings(kind="dspark"))
     token_map = TokenMap.from_ids(range(0, vocabulary, 3), vocabulary)
     found, plan = started(settings, target, token_map)
     assert plan.config.own_output and plan.token_map == token_map and len(found.lm_head.weight) == token_map.size
-    new, before = (one.get_parameter(f"{rows}.weight") for one in (found, head))
+    new, before = (one.markov_head.markov_w2.weight for one in (found, head))
     for token, row, output in zip(token_map.ids.tolist(), new, found.lm_head.weight, strict=True):
         place = int(own.to_draft(torch.tensor([token])))
         assert torch.equal(row, before[place] if place >= 0 else torch.zeros_like(row))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.heads import correction
 from toolkit.train import loss as loss_module
 from toolkit.train.loss import ETA, ROW_LOSSES, DraftLoss, best_tokens
 from toolkit.train.target_side import TeacherRows
@@ -88,36 +87,6 @@ def test_a_loss_and_its_gradients_equal_the_formula(small_tiles, name):
     theirs = torch.autograd.grad(3 * (wanted * task.weight).sum(), (states, matrix))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, **close)
-
-
-@pytest.mark.parametrize("name", ROW_LOSSES)
-def test_the_loss_of_a_selector_is_that_of_its_candidates(small_tiles, monkeypatch, name):
-    """float64, 1e-12, two candidates of seven ids: the loss of all scores, and that of the corrected candidates alone
-    where the right token is one of them; gradients reach both factors of the pairs, states and matrix."""
-    monkeypatch.setattr(correction, "CANDIDATES", 2)
-    states, matrix, teacher, rows, choice = _problem()
-    factor, successors = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (STATES, VOCABULARY))
-    task = _task(name, teacher, rows, choice)
-    total, losses, best = task(states, matrix, pairs=(factor, successors))
-    scores = states @ matrix.T
-    top = scores.topk(2)
-    corrected = top.values + (successors[top.indices] * factor[:, None]).sum(-1)
-    right = top.indices == choice[:, None]
-    found = right.any(-1)
-    assert 0 < found.sum() < len(found)
-    p = teacher.states[rows].gather(1, top.indices)
-    among = FORMULAS[name](p / p.sum(-1, keepdim=True), corrected.softmax(-1), right.int().argmax(-1))
-    wanted = FORMULAS[name](teacher.states[rows], scores.softmax(-1), choice) + among * found
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    kept = teacher.in_draft_vocab[rows]
-    torch.testing.assert_close(losses[kept], wanted[kept], **close)
-    assert torch.equal(best, top.indices.gather(1, corrected.argmax(-1, keepdim=True)).squeeze(1))
-    assert torch.equal(best, best_tokens(states, matrix, pairs=(factor, successors)))
-    given = states, matrix, factor, successors
-    for pair in zip(
-        torch.autograd.grad(3 * total, given), torch.autograd.grad(3 * (wanted * task.weight).sum(), given), strict=True
-    ):
-        torch.testing.assert_close(*pair, **close)
 
 
 def test_a_frozen_output_matrix_gets_no_gradient(small_tiles):

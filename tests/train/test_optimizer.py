@@ -43,16 +43,14 @@ def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
     assert (muon, adamw) == (0.01, 5e-4)
 
 
-@pytest.mark.parametrize("correction", ["markov", "selector"])
-def test_muon_leaves_the_tables_of_a_dspark_head_to_adamw(tiny_target, correction):
-    """Both factors of the bias, or of the pair scores, have a row a token, of which a step moves a few."""
-    settings = TrainSettings(head=HeadSettings(kind="dspark", correction=correction))
+def test_muon_leaves_the_tables_of_a_dspark_head_to_adamw(tiny_target):
+    """Both factors of the bias have a row a token, of which a step moves a few."""
+    settings = TrainSettings(head=HeadSettings(kind="dspark"))
     token_map = TokenMap.from_ids(range(90), tiny_target.vocab_size)
     head = start_head(plan_head(settings, tiny_target, token_map), settings, tiny_target, seed=0)
     matrices, _ = (group["params"] for group in build_optimizer(head, settings).param_groups)
     names = {name for name, one in head.named_parameters() if any(one is other for other in matrices)}
     assert "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names
-    assert {name for name in names if name.startswith("selector.")} <= {"selector.gate.weight"}
     assert not {name for name in names if name.startswith(("markov_head.", "confidence_head.", "lm_head."))}
 
 

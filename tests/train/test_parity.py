@@ -35,7 +35,6 @@ KINDS = {
     "dspark": {"kind": "dspark", "layers": 2, "markov_rank": 8},
     "jetspec": {"kind": "dspark", "layers": 2, "markov_rank": 0, "causal": True},
     "dfly": {"kind": "dspark", "correction": "dfly", "causal": True},
-    "selector": {"kind": "dspark", "correction": "selector"},
 }
 
 

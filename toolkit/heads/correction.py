@@ -7,13 +7,10 @@ scores of the output matrix:
     none       s(h)
     markov     s(h) + markov_w2(markov_w1[x])                     DSpark (arXiv 2607.05147)
     dfly       s(h + SwiGLU([norm(h), norm(e(x))]))               DFly (Tencent's AngelSpec)
-    selector   s(h)[v] + <A[x] * (1 + gate(h)), B[v]> for the     DFlash2, whose gate has no 1 and no bias
-               16 best v of s(h); the others are not drafted
 
 Training reads `read` and `extended`, with all parents known; drafting reads `scores`, place by place.
 
-Shapes: H head hidden size, D draft vocabulary, V target vocabulary, r rank, k candidates, n parents of a place. In
-drafting B rows.
+Shapes: H head hidden size, D draft vocabulary, V target vocabulary, r rank, n parents of a place. In drafting B rows.
 """
 
 from __future__ import annotations
@@ -33,12 +30,6 @@ if TYPE_CHECKING:
     from toolkit.heads.dspark import DSparkConfig
 
 Embed = Callable[[Tensor], Tensor]  # ids [..] -> the target's embeddings [.., H]
-Pairs = tuple[Tensor, Tensor]  # the factors of the selector's pair scores: of parent and state [.., r], of ids [D, r]
-
-# The selector's rank and candidates, as published.
-SELECTOR_RANK, CANDIDATES = 256, 16
-# Subtracted from the scores of ids that are no candidates. Not infinity: a grammar may allow none but these.
-OUTSIDE = 100.0
 
 
 class Serving(NamedTuple):
@@ -143,75 +134,17 @@ class DFlyCorrection(Correction):
         return serving.output(self.read(normed(), parents, serving.embed))
 
 
-class SelectorCorrection(Correction):
-    """`predecessor` [V, r] and `gate` [H -> r] read parent and state, `successor` [D, r] the candidates. It adds a loss
-    of its own (`train/loss.py`) to that of the uncorrected scores, which must find the candidates."""
-
-    name, zeroed = "selector", ("successor.weight",)
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__(config)
-        self.predecessor = nn.Embedding(config.vocab_size, SELECTOR_RANK)
-        # A gate that starts at 1 learns a pair of tokens from its first occurrence in any state.
-        self.gate = nn.Linear(config.hidden_size, SELECTOR_RANK)
-        self.successor = OutputMatrix(SELECTOR_RANK, config.draft_vocab_size, bias=False)
-
-    def _factor(self, normed: Tensor, parents: Tensor) -> Tensor:
-        return self.predecessor(parents).to(normed.dtype) * (1 + self.gate(normed))
-
-    def read(self, normed: Tensor, parents: Tensor, embed: Embed) -> Tensor:
-        return torch.cat((normed, self._factor(normed, parents)), dim=-1)
-
-    def extended(self, project: Project) -> Project:
-        """`project` gets the factors of the pair scores as `pairs`."""
-
-        def joined(states: Tensor, matrix: Tensor, *more: Any) -> Any:
-            _refuse_finished(more)
-            normed, factor = states[..., :-SELECTOR_RANK], states[..., -SELECTOR_RANK:]
-            return self.successor(factor, lambda x, rows: project(normed, matrix, *more, pairs=(x, rows)))
-
-        return joined
-
-    def rows(self, ids: Tensor | None) -> Tensor:
-        rows = self.successor.weight
-        return rows.clone() if ids is None else rows[ids]
-
-    def map_rows(self, places: Tensor) -> None:
-        self.successor = _mapped(self.successor, places)
-
-    def scores(self, normed: Callable[[], Tensor], base: Tensor, parents: Tensor, serving: Serving) -> Tensor:
-        assert serving.rows is not None, "each id has a row"
-        return selected(base, (self._factor(normed(), parents), serving.rows))
-
-
 # By the value of train.head.correction.
 CORRECTIONS: dict[str, type[Correction]] = {
     "none": Correction,
     "markov": MarkovHead,
     "dfly": DFlyCorrection,
-    "selector": SelectorCorrection,
 }
 
 
-def candidates(scores: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Scores [.., D] -> the ids [.., k] of the best, and their scores with those of the pairs, [.., k]."""
-    factor, rows = pairs
-    best = scores.topk(min(CANDIDATES, scores.shape[-1]), dim=-1)
-    added = rows[best.indices].to(scores.dtype) @ factor.to(scores.dtype)[..., None]
-    return best.indices, best.values + added.squeeze(-1)
-
-
-def selected(scores: Tensor, pairs: Pairs) -> Tensor:
-    """Scores [.., D] with those of the pairs; ids that are no candidates come after all candidates."""
-    ids, values = candidates(scores, pairs)
-    every = (scores - OUTSIDE).expand(*values.shape[:-1], -1)
-    return every.scatter(-1, ids.expand_as(values), values)
-
-
-def plain_scores(states: Tensor, matrix: Tensor, pairs: Pairs | None = None) -> Tensor:
+def plain_scores(states: Tensor, matrix: Tensor) -> Tensor:
     """The `Project` that returns the scores [.., D] themselves."""
-    scores = F.linear(states, matrix)
-    return scores if pairs is None else selected(scores, pairs)
+    return F.linear(states, matrix)
 
 
 def _refuse_finished(more: tuple[Any, ...]) -> None:

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from toolkit.data.batches import on_device
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.heads.correction import Pairs, candidates
 from toolkit.recipe_fields import LossName
 from toolkit.train.causal_attention import gpu_kernels
 from toolkit.train.target_side import TeacherRows, aligned
@@ -137,38 +136,26 @@ class DraftLoss:
         matrix: Tensor,
         bias: Tensor | None = None,
         logits_processor: LogitsProcessor | None = None,
-        pairs: Pairs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """states [N, H], matrix [D, H] -> (sum of weight * loss, differentiable; losses [N] fp32; argmax [N]).
 
         bias [D] and logits_processor (a logit factor or soft cap) belong to a target's matrix and get no gradient.
-        pairs ([N, r], [D, r]): of a selector, whose loss is added and whose choice is the argmax.
         """
-        own = (None, None) if pairs is None else pairs
-        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, logits_processor, self, *own))
+        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, logits_processor, self))
 
 
 def best_tokens(
-    states: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None = None,
-    logits_processor: LogitsProcessor | None = None,
-    pairs: Pairs | None = None,
+    states: Tensor, matrix: Tensor, bias: Tensor | None = None, logits_processor: LogitsProcessor | None = None
 ) -> Tensor:
     """The argmax [N] over the draft vocabulary without a loss, in chunks; arguments as `DraftLoss.__call__`."""
 
     wide, wide_bias = aligned(matrix), None if bias is None else aligned(bias)
 
-    def best(part: Tensor, factor: Tensor | None) -> Tensor:
+    def best(part: Tensor) -> Tensor:
         scores = F.linear(part, wide, wide_bias)[:, : len(matrix)]
-        if factor is not None and pairs is not None:
-            ids, values = candidates(scores, (factor, pairs[1]))
-            return ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1)
         return (scores if logits_processor is None else logits_processor(scores)).max(-1).indices
 
-    parts = states.split(chunk_rows(len(matrix), states.device))
-    factors = [None] * len(parts) if pairs is None else pairs[0].split(len(parts[0]))
-    return torch.cat([best(*each) for each in zip(parts, factors, strict=True)])
+    return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix), states.device))])
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
@@ -192,28 +179,22 @@ class _TiledLoss(torch.autograd.Function):
     distribution is computed once for all steps."""
 
     @staticmethod
-    def forward(ctx, states, matrix, bias, logits_processor, task, factor, pair_rows):
+    def forward(ctx, states, matrix, bias, logits_processor, task):
         precise = torch.promote_types(states.dtype, torch.float32)
         losses = states.new_empty(len(states), dtype=precise)
         best = torch.empty(len(states), dtype=torch.long, device=states.device)
         grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         size, matrix, bias = len(matrix), aligned(matrix), None if bias is None else aligned(bias)
         grad_matrix = torch.zeros_like(matrix, dtype=precise) if ctx.needs_input_grad[1] else None
-        selector = None if factor is None else _SelectorLoss(task, factor, pair_rows)
         for at, offsets, probs in _chunks(task, chunk_rows(size, states.device)):
             part = states[at]
             logits = F.linear(part, matrix, bias)  # 0 behind the vocabulary, and so are the gradients
-            chosen = None if selector is None else candidates(logits[:, :size], (factor[at], pair_rows))
             losses[at], best[at] = _score(task, logits[:, :size], logits_processor, at, offsets, probs)
-            if selector is not None and chosen is not None:
-                more, best[at] = selector.add(logits, *chosen, at, probs[offsets[:, None], chosen[0]])
-                losses[at] += more
             if grad_states is not None:
                 grad_states[at] = logits @ matrix
             if grad_matrix is not None:
                 _add_product(grad_matrix, logits, part)
-        own = (None, None) if selector is None else (selector.grad_factor, selector.grad_rows.to(pair_rows.dtype))
-        ctx.save_for_backward(grad_states, None if grad_matrix is None else grad_matrix[:size].to(matrix.dtype), *own)
+        ctx.save_for_backward(grad_states, None if grad_matrix is None else grad_matrix[:size].to(matrix.dtype))
         ctx.mark_non_differentiable(losses, best)
         return torch.dot(losses, task.weight.to(precise)), losses, best
 
@@ -222,35 +203,7 @@ class _TiledLoss(torch.autograd.Function):
         # One dimension, because torch rounds a scalar to the gradient's dtype before the product.
         factor = gradient.reshape(1)
         grads = [None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors]
-        return *grads[:2], None, None, None, *grads[2:]
-
-
-class _SelectorLoss:
-    """The loss of the corrected candidates (`SelectorCorrection`), as if they were the draft vocabulary: a row whose
-    right token is not among them has none. factor [N, r], pair_rows [D, r]; grad_factor, grad_rows: their gradients."""
-
-    def __init__(self, task: DraftLoss, factor: Tensor, pair_rows: Tensor) -> None:
-        self._task, self._factor, self._rows = task, factor, pair_rows
-        self.grad_factor = torch.empty_like(factor)
-        self.grad_rows = torch.zeros_like(pair_rows, dtype=torch.promote_types(pair_rows.dtype, torch.float32))
-
-    def add(self, gradients: Tensor, ids: Tensor, values: Tensor, at: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses [c] and argmax [c] of states `at`. gradients [c, D]: of the uncorrected scores, to which the
-        candidates' are added. ids and values [c, k]: the candidates and their scores; shares: what the teacher gives
-        them."""
-        z = values.to(self.grad_rows.dtype)
-        top = z.max(-1)
-        z = z - top.values[:, None]
-        right = ids == self._task.choice[at][:, None]
-        found = right.any(-1).to(z.dtype)
-        p = (shares / shares.sum(-1, keepdim=True).clamp(min=1e-20)).to(z.dtype)
-        weight = self._task.weight[at].to(z.dtype) * found
-        losses = ROW_LOSSES[self._task.name](z, p, right.int().argmax(-1), weight)  # z is now the gradient
-        gradients.scatter_add_(1, ids, z.to(gradients.dtype))
-        factor, rows = self._factor[at].to(z.dtype), self._rows[ids].to(z.dtype)
-        self.grad_factor[at] = (z[:, None] @ rows).squeeze(1).to(self.grad_factor.dtype)
-        self.grad_rows.index_add_(0, ids.flatten(), (z[:, :, None] * factor[:, None]).flatten(0, 1))
-        return losses * found, ids.gather(1, top.indices[:, None]).squeeze(1)
+        return *grads, None, None, None
 
 
 def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

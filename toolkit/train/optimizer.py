@@ -28,7 +28,6 @@ CLIP = 0.5
 ADAMW_MATRICES = (
     "lm_head.weight", "mask.weight", "confidence.weight",
     "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight",
-    "selector.predecessor.weight", "selector.successor.weight",
 )  # fmt: skip
 
 

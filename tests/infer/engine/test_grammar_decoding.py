@@ -126,7 +126,7 @@ def test_drafts_change_nothing(tiny_target, tiny_draft, kind, temperature):
             assert re.fullmatch(regex, text) if regex else json.loads(text) is not None
 
 
-HEADS = ["eagle2", "mtp-three-layers", "dspark", "dspark-selector"]
+HEADS = ["eagle2", "mtp-three-layers", "dspark", "dspark-dfly"]
 
 
 @pytest.mark.parametrize("name", HEADS)

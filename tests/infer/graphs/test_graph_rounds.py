@@ -74,7 +74,6 @@ CASES = [
     pytest.param("ngram", "12,1,13", "drawn", marks=pytest.mark.slow),
     pytest.param("dspark", "4,1,5", "cut", marks=pytest.mark.slow),
     pytest.param("dspark-dfly", "4,3,8", "greedy", marks=pytest.mark.slow),
-    pytest.param("dspark-selector", "4,1,5", "drawn", marks=pytest.mark.slow),
     pytest.param("eagle2", "3,3,8", "drawn", marks=pytest.mark.slow),
 ]
 
