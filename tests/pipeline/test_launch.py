@@ -72,6 +72,10 @@ def test_processes_by_default_share_batch_and_rows(monkeypatch, gpus: int, split
     settings = TrainSettings(data=DataSettings(global_batch=6, split_rows=split_rows))
     assert training_processes(None, settings) == wanted
     settings.check_processes(wanted)
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
+    if split_rows > 1:
+        with pytest.raises(LaunchError, match=f"split_rows is {split_rows}.* has 1 GPU"):
+            training_processes(None, settings)
 
 
 def test_a_missing_package_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

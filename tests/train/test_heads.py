@@ -30,7 +30,7 @@ HEADS = {
             "train.unroll.loss=lk_hybrid",
             "train.data.pack=true",
         ),
-    ),  # fmt: skip
+    ),
     "eagle2": ("eagle2", ("train.head.layers=2", "train.data.pack=true")),
     "mtp": ("mtp", ("train.head.layers=2", "train.unroll.checkpointing=true")),
     "eagle3-1": (

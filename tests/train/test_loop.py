@@ -162,7 +162,8 @@ def test_two_processes_that_compute_together_give_the_same_curve(setting, tiny_r
     rows = _train(run, *settings, options=_processes(2, "zero2"))
     for ours, theirs in zip(rows[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert ours["accuracy_by_step"] == pytest.approx(theirs["accuracy_by_step"])
+        # Two of some ninety argmaxes may be near-ties: the sums are in another order.
+        assert ours["accuracy_by_step"] == pytest.approx(theirs["accuracy_by_step"], abs=0.025)
 
 
 def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", metavar="STAGE", help="redo this stage and all after it")
     parser.add_argument("--until", metavar="STAGE", help="end after this stage")
     parser.add_argument(
-        "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU, else 1)"
+        "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU or part of a row)"
     )
     parser.epilog = (
         "Stages: prompts, rollouts, token_map, train, measure, report. An interrupted run resumes. Files of "

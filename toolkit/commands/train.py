@@ -15,7 +15,7 @@ from toolkit.pipeline.stages import PipelineError, run_stages
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
-        "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU, else 1)"
+        "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU or part of a row)"
     )
     parser.add_argument(
         "--config-file",

@@ -54,11 +54,13 @@ def training_processes(asked: int | None, settings: TrainSettings) -> int:
     """How many processes train: as asked, else one a GPU as far as they can share the global batch, else as many as
     hold a row.
 
-    Raises `LaunchError` below 1.
+    Raises `LaunchError` below 1, and where rows are split over more GPUs than there are.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"the number of training processes is {asked}; at least 1 is needed")
     group, batch = settings.data.split_rows, settings.data.global_batch
+    if asked is None and 0 < gpus() < group:
+        raise LaunchError(f"train.data.split_rows is {group}, and this machine has {gpus()} GPU(s): set at most that")
     return asked or max(n for n in range(group, max(group, gpus()) + 1, group) if batch % (n // group) == 0)
 
 

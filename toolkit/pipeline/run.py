@@ -46,7 +46,7 @@ class Run:
     recipe: Recipe
     recipe_path: Path
     overrides: Sequence[str] = ()
-    processes: int | None = None  # of training; None: one a GPU, else one
+    processes: int | None = None  # of training; None: see `training_processes`
     accelerate_config: Path | None = None
     trains: bool = False  # this command also trains, so the number of training processes is checked first
 

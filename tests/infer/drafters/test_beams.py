@@ -79,12 +79,9 @@ class TableRollout(SimpleNamespace):
     def grow(self, states, tokens, parents, sees):
         self.level, self.before = self.level + 1, tokens
 
-    def logits(self, states):
-        here = self.table[:, self.level]
-        return here if here.shape[1] == 1 else here[torch.arange(len(here))[:, None], self.before]
-
     def best(self, states, k):
-        scores = self.logits(states)
+        here = self.table[:, self.level]
+        scores = here if here.shape[1] == 1 else here[torch.arange(len(here))[:, None], self.before]
         return scores, torch.arange(k).expand_as(scores)
 
 

@@ -139,6 +139,40 @@ def test_prompts_that_arrive_together_read_a_shared_beginning_once(small_target,
     fresh.close()
 
 
+def test_prompts_whose_pages_are_not_kept_are_read_together(small_target, build, monkeypatch):
+    """Beside a head, requests without drafts leave no prefixes: to wait for them would only cost forwards."""
+    engine = Engine(small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=4)
+    read, groups = engine._prompts._read, []
+    monkeypatch.setattr(
+        engine._prompts, "_read", lambda row, group, *more: groups.append(len(group)) or read(row, group, *more)
+    )
+    for drafted, wanted in ((False, [3]), (True, [1, 2])):
+        groups.clear()
+        engine.generate([[5 + drafted] * 90] * 3, SamplingParams(max_tokens=2), speculative=drafted)
+        assert groups == wanted
+    engine.close()
+
+
+def test_answers_that_end_before_a_prefill_runs_out_of_memory(small_target, monkeypatch):
+    """One step reads the first prompt, whose answer has one token, and fails at the second."""
+    engine = Engine(small_target, max_running_requests=4)
+    read, prompts = engine._prompts._read, [[5] * 90 + [1], [5] * 90 + [2]]
+
+    def limited(row, group, *more):
+        if group[0].prompt_ids == prompts[1] and not fits:
+            raise torch.OutOfMemoryError
+        return read(row, group, *more)
+
+    fits: list[int] = []
+    monkeypatch.setattr(engine._prompts, "_read", limited)
+    first, second = (engine.add_request(one, SamplingParams(max_tokens=1)) for one in prompts)
+    assert first in engine.step() and first.finished and not second.finished
+    engine.check_integrity()
+    fits.append(1)
+    assert second in engine.step() and second.finished and not engine.has_work()
+    engine.close()
+
+
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
     """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
     engine = Engine(small_target, max_running_requests=2, chunked_prefill_size=8)

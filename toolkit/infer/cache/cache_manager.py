@@ -147,7 +147,7 @@ class KVMemory:
     ) -> None:
         self.pool, self.slack, self._states = pool, slack, states
         self.releases = 0  # number of row releases so far
-        self._context_length, self._lookahead = context_length, lookahead
+        self._context_length, self.lookahead, self.reuse = context_length, lookahead, reuse
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
         self.check_slack(slack)
 
@@ -171,7 +171,7 @@ class KVMemory:
         found: list[int] = []
         states: Snapshot | None = None
         if self._prefixes is not None and reuse:
-            wanted = (tokens, (len(tokens) - max(1, self._lookahead)) // size)
+            wanted = (tokens, (len(tokens) - max(1, self.lookahead)) // size)
             if self._states is None:
                 found = self._prefixes.find(*wanted)
             else:
@@ -185,13 +185,6 @@ class KVMemory:
         if self._states is not None and states is not None:
             self._states.restore(row, states)
         return len(found) * size
-
-    def reusable(self, tokens: Sequence[int], end: int) -> tuple[int, ...]:
-        """Return the tokens that the cached pages of the positions before `end` depend on; nothing if a text of these
-        `tokens` does not reuse them. end: of a page."""
-        if self._prefixes is None or len(tokens) < end + max(1, self._lookahead):
-            return ()
-        return tuple(tokens[: end + self._lookahead])
 
     def grow(self, row: int, length: int) -> bool:
         """Grow the row to `length` tokens and one step; evict unused prefixes if necessary. False without room."""

@@ -151,7 +151,8 @@ class BlockRollout(DraftRollout):
         return logits if self.within is None else self.within(logits)
 
     def best(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As `DraftRollout.best`, with LOGIT_ROWS rows of logits at once: a level may have hundreds of nodes."""
+        """As `DraftRollout.best`, with LOGIT_ROWS rows of logits at once: a level may have hundreds of nodes. A grammar
+        masks whole levels."""
         parts = self._before.split(max(1, LOGIT_ROWS // len(states)), dim=1)
         if len(parts) == 1 or self.within is not None or not self._reader.corrects:
             return super().best(states, k)

@@ -340,7 +340,10 @@ class Engine:
             being_read = self.scheduler.put_back()
             self._rounds.rows_changed()  # prompts prefilled before the failure hold rows now
             if self._one_process and out_of_memory(error):
-                return self.scheduler.read_less(being_read, str(error))
+                begun = self._running[before:]  # by the passes before the failure; they may have ended
+                ended = self.scheduler.read_less(being_read, str(error))
+                self._finish()
+                return [*begun, *ended]
             raise
         if len(self._running) > before:
             self._rounds.rows_changed()

@@ -26,6 +26,12 @@ Move = tuple[int, int]  # (destination row, source row)
 _order = attrgetter("order")
 
 
+def _begins_as(request: Request, beginnings: Sequence[Sequence[int]]) -> bool:
+    """Whether it has one of these beginnings and may reuse pages."""
+    tokens = request.context_ids if beginnings and request.params.prompt_logprobs is None else []
+    return any(tokens[: len(one)] == one for one in beginnings)
+
+
 class Scheduler:
     """The queue and the rows of one engine.
 
@@ -60,12 +66,13 @@ class Scheduler:
         if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
-        beginnings: set[tuple[int, ...]] = set()
+        beginnings: list[list[int]] = []
         tokens = 0
-        while self.waiting and len(group) < free and self._admit(self.waiting[0]):
+        while self.waiting and len(group) < free and not _begins_as(self.waiting[0], beginnings):
+            if not self._admit(self.waiting[0]):
+                break
             tokens += self.waiting[0].unread
-            beginning = self._beginning(self.waiting[0])
-            if tokens > budget or beginning in beginnings:
+            if tokens > budget:
                 if group:
                     self.memory.release(len(self.running))
                 else:
@@ -73,17 +80,20 @@ class Scheduler:
                 break
             group.append(self.waiting.popleft())
             self.running.append(group[-1])
-            if beginning:
-                beginnings.add(beginning)
             if not self._together:
                 break
+            if beginning := self._to_be_kept(group[-1]):
+                beginnings.append(beginning)
         return group
 
-    def _beginning(self, request: Request) -> tuple[int, ...]:
-        """Return the admitted request's tokens up to the end of the next WORTH_A_WAIT ones, if it could reuse their
-        pages; else nothing."""
-        reuse = request.params.prompt_logprobs is None
-        return self.memory.reusable(request.context_ids, request.n_read + WORTH_A_WAIT) if reuse else ()
+    def _to_be_kept(self, request: Request) -> list[int]:
+        """Return the tokens with which others can reuse the next WORTH_A_WAIT positions of an admitted request; nothing
+        if they will not be cached."""
+        # Beside a head, what a request without drafts has read is not cached.
+        cached = self.memory.reuse and (request.speculative or not self.memory.lookahead)
+        end = request.n_read + WORTH_A_WAIT + self.memory.lookahead
+        tokens = request.context_ids if cached else []
+        return tokens[:end] if len(tokens) >= end else []
 
     def _gathered(self) -> int:
         """Number of rows that must be free before prompts are read."""
