@@ -40,7 +40,10 @@ TAIL = """
 - Rounds, a training step and the demo on a GPU: [On a GPU](performance.md#on-a-gpu).
 """
 # Records of this project's own questions, which other pages tell.
-TOLD_ELSEWHERE = ("rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json")
+TOLD_ELSEWHERE = (
+    "rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json", "training-kinds-*.json",
+    "products-int8-*.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ SECTIONS = (
         "`ours-null` is plain decoding beside a head that is never asked: where its interval lies beside 1x, all "
         "intervals of its batch are widened by as much. Ratios count all seconds, those of reading the prompt among "
         "them. A rival that drafts is compared with its own plain row, answers with those of our plain row of the "
-        "same weights. A record of before 2026-11-28 does not have the native layer.",
+        "same weights.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --quantization int8 --torch-compile",
     ),
     Section(
@@ -99,6 +102,7 @@ SECTIONS = (
         "How much of a step on a CPU is matrix products?",
         "products-*.json",
         tables.products,
+        lambda record: record["settings"]["quantization"] is None,
         command="python benchmarks/products_cpu.py",
     ),
     Section(
