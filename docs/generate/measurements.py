@@ -42,7 +42,7 @@ TAIL = """
 # Records of this project's own questions, which other pages tell.
 TOLD_ELSEWHERE = (
     "rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json", "training-kinds-*.json",
-    "products-int8-*.json",
+    "kinds-*.json", "products-int8-*.json",
 )  # fmt: skip
 
 
