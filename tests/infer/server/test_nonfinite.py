@@ -90,6 +90,7 @@ def test_every_reply_form_says_so(broken_target, running):
             assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"], path
             streamed = httpx.post(f"{url}/v1/{path}", json={**body, "stream": True}, timeout=20)
             assert "not finite" in streamed.text, path
-        assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5]}, timeout=20).status_code == 200
+        after = {"model": "tiny", "prompt": [5], "logit_bias": {str(BROKEN): -100}}  # it must not draw the broken token
+        assert httpx.post(f"{url}/v1/completions", json=after, timeout=20).status_code == 200
         assert "toolkit_nonfinite_answers_total 6.0" in httpx.get(f"{url}/metrics").text
     assert torch.isfinite(engine._cache.keys[0]).all()
