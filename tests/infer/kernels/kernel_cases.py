@@ -417,7 +417,7 @@ def cutting(on: Kernels, vocabulary: int, spread: float) -> None:
             logits = logits.round()
         if number == 2:
             logits[:, vocabulary // 2 :] = -inf
-        floors = on.both("least_kept", logits, *settings, (vocabulary,))
+        floors = on.both("least_kept", logits, *settings)
         mine, wanted = ((logits >= floor) & (logits > -inf) for floor in floors)
         assert torch.equal(mine[settings[1] == 1], wanted[settings[1] == 1])
         # Sums are rounded in another order: tokens with less than that share may be kept or not.

@@ -204,7 +204,7 @@ def other_cases() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         yield f"tree {steps},{k},{nodes}", "fp32", partial(trees, k, steps, nodes)
     yield "uniform numbers", "fp64", partial(OPS.uniform, there(4, 1), there(4, 8))
     cuts = there(4), there(4, dtype=FP64), there(4, dtype=FP32)
-    yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts, ())
+    yield f"cuts of {vocabulary}", "fp32", partial(OPS.least_kept, there(4, vocabulary, dtype=FP32), *cuts)
     yield f"draw of {vocabulary}", "fp32", partial(OPS.draw, there(4, vocabulary, dtype=FP32), there(4, dtype=FP64))
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
-from toolkit.infer.cpu import attention, blocked_product, decoder_layer
+from toolkit.infer.cpu import attention, blocked_product, decoder_layer, sampling
 from toolkit.infer.cpu.int8_linear import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -35,10 +35,11 @@ Use = Literal["serving", "rollouts", "training"]
 
 
 def install_native_ops(device: torch.device) -> None:
-    """Install the C++ attention for few new nodes and the C++ decoder layers if the device is a CPU."""
+    """Install the C++ attention for few new nodes, decoder layers and cuts of a distribution if the device is a CPU."""
     if device.type == "cpu":
         layers = {name: getattr(decoder_layer, name) for name in ("decoder_layer", "head_layer", "head_norm")}
-        install("cpu", replace(REFERENCE, row_attention=attention.row_attention, **layers))
+        native = {"row_attention": attention.row_attention, "least_kept": sampling.least_kept, **layers}
+        install("cpu", replace(REFERENCE, **native))
 
 
 def load_target(

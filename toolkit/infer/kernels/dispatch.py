@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -55,7 +55,7 @@ class Ops:
     linear: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     gated_linear: Callable[[Tensor, Tensor], Tensor]
     scaled_product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    least_kept: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    least_kept: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     draw: Callable[[Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
     grow_beams: Callable[..., Beams]

@@ -12,8 +12,6 @@ The heads of a group are folded into the query rows, so that keys and values are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,61 +120,30 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
     return out.transpose(1, 2)
 
 
-TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
 BLOCK = 256
+UNDIVIDED = 1024  # the most tokens that are drawn in one step
 GOLDEN = -7046029254386353131
 
 
-def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device) -> tuple[int, ...]:
-    """Return the values of W to try in order, out of `size` tokens. The last one is enough for every row.
-
-    open_top_p: some row has a top-p without a top-k before it.
-    """
-    if not open_top_p:
-        return (min(size, max(1, largest_k)),)
-    if device.type != "cpu":
-        return (size,)
-    return (*(width for width in TOP_WIDTHS if largest_k <= width < size), size)
-
-
-def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
+def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the least logit that top-k, top-p and min-p keep, [M, 1] fp32; -inf if they cut nothing.
 
     logits [M, V] fp32. top_k int64, top_p fp64, min_p fp32 [M]: the values 0, 1 and 0 cut nothing. top-k keeps the k
     largest logits, and those equal to the last of them; top-p the fewest of these with the share top_p of their mass;
-    min-p those with min_p times the largest probability. widths: as `widths_for` returns them.
+    min-p those with min_p times the largest probability.
     """
-    floor, certain = _floors(logits, top_k, top_p, min_p, widths[0])
-    for width in widths[1:]:
-        rows = (~certain).nonzero().squeeze(1)
-        if not len(rows):
-            break
-        floor[rows], certain[rows] = _floors(logits[rows], top_k[rows], top_p[rows], min_p[rows], width)
-    return floor
-
-
-def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Compute the least logit kept from the `width` most probable tokens. width >= every top_k.
-
-    Return (floors [M, 1], certain [M] bool). certain is False where these tokens do not reach the mass of top-p.
-    """
-    # For the whole vocabulary a sort is faster than topk, which searches for the k largest before it sorts them.
-    every = width == logits.shape[1]
-    top = (logits.sort(dim=-1, descending=True) if every else logits.topk(width, dim=-1)).values
+    top = logits.sort(dim=-1, descending=True).values
+    size = logits.shape[1]
     # top-k: drop the tokens below the k-th largest; top-p then counts in shares of the mass that is left.
-    kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
+    kth = top.gather(1, (top_k.clamp(1, size) - 1)[:, None])
     limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
-    # log_softmax works by row; the bits of logsumexp and of a log in float32 depend on the rows beside it.
-    whole = top[:, :1] - logits.masked_fill(logits < limit, -torch.inf).log_softmax(dim=-1).amax(dim=-1, keepdim=True)
-    mass = (top - whole).double().exp().masked_fill(top < limit, 0.0)
+    # softmax works by row: sums of other forms have bits that depend on the rows beside it.
+    mass = top.masked_fill(top < limit, -torch.inf).softmax(dim=-1).double()
     # top-p: the first place where the sorted mass reaches top_p is the last place kept.
     reached = mass.cumsum(dim=-1) >= top_p[:, None]
-    inside = reached.any(dim=-1)
-    last = torch.where(inside, reached.int().argmax(dim=-1), width - 1)
+    last = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), size - 1)
     floor = top.gather(1, last[:, None]).masked_fill(top_p[:, None] == 1, -torch.inf)
-    floor = torch.maximum(floor, limit)
-    floor = torch.maximum(floor, top[:, :1] + min_p.double().log().float()[:, None])
-    return floor, inside | (top_p == 1) | (top_k > 0)
+    return torch.maximum(torch.maximum(floor, limit), top[:, :1] + min_p.double().log().float()[:, None])
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
@@ -185,7 +152,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     Of many tokens it draws a block of BLOCK tokens first, then the token in it, so that sums stay short and exact.
     """
     rows, size = weights.shape
-    if size <= max(BLOCK, TOP_WIDTHS[-1]):
+    if size <= UNDIVIDED:
         sums = weights.double().cumsum(dim=-1)
         return _first_above(sums, u * sums[:, -1])
     padding = -size % BLOCK

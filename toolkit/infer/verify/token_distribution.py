@@ -1,14 +1,8 @@
 """The distribution of the next token, and the uniform random numbers that draw from it.
 
 The distribution is the softmax at a temperature, cut by top-k, top-p and min-p. Each cut keeps the tokens whose logit
-is at least a floor, so tokens as probable as the last one kept are kept too. The W most probable tokens determine the
-floor. W does not depend on the logits:
-
-    top-k       W = the largest k of the batch        min-p    W = 1
-    top-p       W = the whole vocabulary              top-p after top-k    as top-k
-
-A sort of the whole vocabulary is expensive. On a CPU top-p tries a small W first, and a larger W only for the rows that
-need it. On a GPU a kernel searches the floor without a sort.
+is at least a floor, so tokens as probable as the last one kept are kept too. Our kernels find the floor without sorting
+the vocabulary.
 
 The random numbers have no state. They are pure functions of seed and position, the same on every device. There are two
 kinds. The target's draw depends on (seed, position) only, so a plain and a speculative run share it. The other numbers
@@ -19,7 +13,7 @@ the committed tokens. The same draws in a later round would bias the distributio
     round 1   root x0    drafts a b c     one kept: x0 a y
     round 2   root y            . d e     d has the position of c, and must be independent of c
 
-Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocabulary, W most probable tokens.
+Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocabulary, W weights.
 """
 
 from __future__ import annotations
@@ -32,9 +26,11 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.reference import GOLDEN, mix, widths_for
+from toolkit.infer.kernels.reference import GOLDEN, mix
 from toolkit.infer.request.draft_tree import upload
 from toolkit.infer.request.params import SamplingParams
+
+CPU_ROWS = 32  # distributions that a CPU computes at once: larger tensors get new pages from the system at every use
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,7 @@ class RowDistributions:
     """The settings of R requests with temperature > 0: temperature, min_p [R] fp32, top_p [R] fp64, top_k, seeds [R]
     int64.
 
-    cut: rows may have top-k, top-p or min-p. uncapped: rows may have a top-p without a top-k before it. largest_k: of
-    the rows; None: only the device knows it (a recorded round), so the cut reads the whole vocabulary.
+    cut: rows may have top-k, top-p or min-p.
     """
 
     temperature: Tensor
@@ -52,8 +47,6 @@ class RowDistributions:
     min_p: Tensor
     seeds: Tensor
     cut: bool
-    uncapped: bool = True
-    largest_k: int | None = None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> RowDistributions:
@@ -65,8 +58,6 @@ class RowDistributions:
             min_p=upload([p.min_p for p in params], device, torch.float32),
             seeds=upload([p.seed for p in params], device, torch.long),
             cut=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-            uncapped=any(p.top_p < 1 and p.top_k == 0 for p in params),
-            largest_k=max((p.top_k for p in params), default=0),
         )
 
     def part(self, rows: slice) -> RowDistributions:
@@ -76,7 +67,11 @@ class RowDistributions:
 
     def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draws tokens: logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
-        return draw_from(self._weights(logits), self.target_uniform(positions).flatten()).view_as(positions)
+        size = max(1, CPU_ROWS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+        if size >= len(logits):
+            return draw_from(self._weights(logits), self.target_uniform(positions).flatten()).view_as(positions)
+        parts = [slice(start, start + size) for start in range(0, len(logits), size)]
+        return torch.cat([self.part(at).draw(logits[at], positions[at]) for at in parts])
 
     def probs(self, logits: Tensor) -> Tensor:
         """Returns the probabilities: logits [R, n, V] -> [R, n, V] fp32."""
@@ -95,14 +90,12 @@ class RowDistributions:
 
     def _weights(self, logits: Tensor) -> Tensor:
         """Returns the softmax with 0 where a token is cut, not normalised again: logits [R, n, V] -> [R * n, V]."""
-        nodes, size = logits.shape[1:]
+        nodes = logits.shape[1]
         scaled = (logits.float() / self.temperature[:, None, None]).flatten(0, 1)
         if not self.cut:
             return torch.softmax(scaled, dim=-1)
         top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self.top_k, self.top_p, self.min_p))
-        known = self.largest_k is not None
-        widths = widths_for(size, self.largest_k or 0, self.uncapped, logits.device) if known else (size,)
-        floor = ops_for(logits.device.type).least_kept(scaled, top_k, top_p, min_p, widths)
+        floor = ops_for(logits.device.type).least_kept(scaled, top_k, top_p, min_p)
         return torch.softmax(scaled, dim=-1).masked_fill(scaled < floor, 0.0)
 
 

@@ -13,8 +13,6 @@ each pass finds four bits:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -104,8 +102,8 @@ def _floors(peaks, top_ks, top_ps, min_ps, bounds, sums, floors, parts, wide: tl
     tl.store(floors + row, floor)
 
 
-def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
-    """logits [M, V] fp32, top_k, top_p, min_p [M] -> the least logit kept, [M, 1]. The kernel does not read widths."""
+def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """logits [M, V] fp32, top_k, top_p, min_p [M] -> the least logit kept, [M, 1]."""
     rows, size = logits.shape
     assert logits.stride(1) == 1 or size == 1
     floors = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
