@@ -44,7 +44,7 @@ def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
     weight, offset = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
     blocks = to_blocks(weight)
     assert torch.equal(from_blocks(blocks, outputs), weight)
-    for rows in (*range(1, 36), 64, 200):
+    for rows in (*range(1, 36), 64, 200, 1025):
         x = torch.randn(rows, inputs).bfloat16()
         exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
         got = blocked_product.blocked_product(x, blocks, None, offset, outputs)
@@ -62,7 +62,7 @@ def test_int8_layers_equal_levels_times_scales(taken, outputs, inputs):
     weight = from_blocks(layer.packed, outputs).double() * layer.scale.double()[:, None]
     torch.testing.assert_close(layer.weight.double(), weight, rtol=2**-8, atol=0)
     with torch.inference_mode():
-        for rows in (*range(1, 20), 64):
+        for rows in (*range(1, 20), 64, 1025):
             x = torch.randn(2, rows, inputs).bfloat16()
             got = layer(x)
             torch.testing.assert_close(

@@ -42,6 +42,7 @@ typedef bf16 Input;  // of the rows, as they are multiplied: in pairs
 typedef float Input;
 #endif
 constexpr int WIDTH = 2 * LANES;
+constexpr int64_t ROWS_A_PANEL = 512;  // inputs that stay in the L2 cache, results whose pages stay in the TLB
 constexpr int64_t AHEAD = 8192;  // bytes to prefetch: the core's prefetcher stops at the end of a page
 
 inline Words words_at(const char* at) {
@@ -310,7 +311,10 @@ struct Inputs {
     for (int64_t i = 0; i < M * K; i += LANES) convert(i);
   }
 
-  const void* rows() const { return converts() ? room : static_cast<const void*>(x); }
+  const void* rows(int64_t from) const {  // from row `from` on
+    const int64_t size = in_tiles<Weights>(K) ? sizeof(bf16) : sizeof(Input);
+    return (converts() ? room : reinterpret_cast<const char*>(x)) + from * K * size;
+  }
 };
 
 #if defined(TILES)
@@ -350,7 +354,7 @@ struct ByRows<Weights, std::integer_sequence<int, I...>> {
   static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // for 1 row, for 2, ..
 };
 
-// All rows with one block of weights. inputs: `Inputs::rows`.
+// M rows with one block of weights. inputs: `Inputs::rows`.
 template <typename Weights>
 void multiply_block(const char* w, const void* inputs, int64_t M, int64_t K, const End& end) {
 #if defined(TILES)
@@ -403,12 +407,15 @@ void team_product(const Linear& linear, const Inputs<Weights>& inputs, bool conv
   }
   const TeamTiles tiles(inputs.M, in_tiles<Weights>(linear.K));
   const int64_t blocks = (linear.N + WIDTH - 1) / WIDTH;
-#pragma omp for schedule(static)
-  for (int64_t block = 0; block < blocks; block++) {
-    const int64_t first = block * WIDTH;
-    const End end = linear.end(block, y + first, linear.N, residual ? residual + first : nullptr);
-    multiply_block<Weights>(linear.block(block), inputs.rows(), inputs.M, inputs.K, end);
-  }
+  const int64_t panels = (inputs.M + ROWS_A_PANEL - 1) / ROWS_A_PANEL;
+#pragma omp for collapse(2) schedule(static)
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t first = block * WIDTH, m = inputs.M * panel / panels;
+      const End end = linear.end(block, y + first, linear.N, residual ? residual + first : nullptr);
+      const int64_t rows = inputs.M * (panel + 1) / panels - m;
+      multiply_block<Weights>(linear.block(block), inputs.rows(m), rows, inputs.K, end.from_row(m));
+    }
 }
 
 }  // namespace
