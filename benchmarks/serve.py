@@ -68,8 +68,10 @@ TIMEOUT_S, START_S = 600.0, 900.0
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 TRANSFORMERS_PAGE = 256  # tokens of a block of its cache
 WARM_UP_TOKENS = 16
-COLUMNS = ("server", "clients", "requests", "ttft_p50", "ttft_p99", "tpot_p50", "tokens_per_s", "errors", "other_texts")
+COLUMNS = ("server", "start_s", "clients", "requests", "ttft_p50", "ttft_p99", "tpot_p50", "tokens_per_s", "errors",
+           "other_texts")  # fmt: skip
 DEFINITIONS = {
+    "start_s": "seconds from the start of the server's process to the first text of its first answer",
     "ttft_p50, ttft_p99": "seconds from sending a request to its first text: median, and 99th percentile (of fewer "
     "than 100 requests the largest). With several clients, prompts that the server has answered before",
     "tpot_p50": "seconds per token after the first text of an answer: median over answers",
@@ -245,6 +247,7 @@ class ServerProcess(Program):
             port = free.getsockname()[1]
         self.plan, self.url = plan, f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in plan.words]
+        self.began, self.start_s = time.perf_counter(), float("nan")
         super().__init__(words, threads, plan.python, {"TOOLKIT_LOG": "info", **plan.environment})
 
     def wait_until_ready(self) -> None:
@@ -256,7 +259,7 @@ class ServerProcess(Program):
                     return
             except httpx.HTTPError:
                 pass
-            time.sleep(0.2)
+            time.sleep(0.02)
         raise BenchError(self.last_words())
 
     def drafted(self) -> tuple[float, float]:
@@ -305,6 +308,7 @@ def row_of(server: ServerProcess, clients: int, turns: Sequence[Turn], plain: Se
     return {
         "server": server.plan.name,
         "settings": server.plan.settings,
+        "start_s": server.start_s,
         "clients": clients,
         "requests": len(replies),
         "ttft_p50": quantile(firsts, 0.5),
@@ -376,6 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             server = stack.enter_context(ServerProcess(plan, args.threads))
             try:
                 server.wait_until_ready()
+                turn_of(server, prompts[:1], 1, 1)
+                server.start_s = time.perf_counter() - server.began
             except BenchError as error:
                 left_out[plan.name] = str(error)
             else:
