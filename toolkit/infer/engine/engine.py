@@ -182,6 +182,7 @@ class Engine:
             torch_compile_max_bs=config.torch_compile_max_bs,
             capture=capture,
             short_lived=short_lived,
+            agreed=None if self._one_process else self._agreed,
         )
 
     def warm_up(self) -> None:
@@ -282,11 +283,16 @@ class Engine:
         self.drafter.set_shape(shape)
         # The unread features of the old shape may need more slots than the new shape does.
         self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
+        self._shape_changed()
+
+    def _shape_changed(self) -> None:
         self._rounds.shape_changed()
 
     def close(self) -> None:
-        """Remove the engine's hooks from the target. Do not step the engine afterwards."""
+        """Remove the engine's hooks from the target, and its graphs. Do not step the engine afterwards."""
         self.drafter.close()
+        if self._rounds.graphs is not None:
+            self._rounds.graphs.drop()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

@@ -38,6 +38,7 @@ from toolkit.infer.graphs.recordings import (
     Part,
     Recorded,
     Source,
+    WarmUpError,
     buckets_up_to,
 )
 from toolkit.infer.kernels.tree_reference import AcceptedPath
@@ -82,7 +83,8 @@ class GraphRounds:
     forward, finish: the parts of a round (engine/round.py); they run on `state`. head: the drafter with a head, if any;
     drafter: the engine's, around it. rows: the engine's largest batch. cuda_graph_max_bs: larger rounds run eagerly.
     torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a part; None: as a CUDA
-    graph. short_lived: capture a part when it is needed, not when the engine is built. Raises CompileError.
+    graph. short_lived: capture a part when it is needed, not when the engine is built. agreed: the minimum of a number
+    over all ranks; None: there is one process. Raises CompileError.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class GraphRounds:
         torch_compile_max_bs: int | None = None,
         capture: Capture | None = None,
         short_lived: bool = False,
+        agreed: Callable[[int], int] | None = None,
     ) -> None:
         self._forward, self._finish, self._state = forward, finish, state
-        self._head, self._verifier, self._short_lived = head, verifier, short_lived
+        self._head, self._verifier, self._short_lived, self._agreed = head, verifier, short_lived, agreed
         self._needs_host = not isinstance(drafter, HeadDrafter | NoDrafter)
         self._said: set[str] = set()
         self._compiled: CompiledForward | None = None
@@ -278,12 +281,16 @@ class GraphRounds:
         self._unread = max(self._unread, head.shape.num_steps + 1)
         head.inputs.hold(self._rows, self._unread)
         if head.inputs.features is not self._held:
-            self.made.clear()
+            self.drop()
             self._failures.clear()
-            self._capture = self._given_capture or CudaCapture()  # a memory pool ends with its graphs
             self._held = head.inputs.features
 
     # -- captures ------------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Drop all graphs, also those whose capture failed."""
+        self.made.clear()
+        self._capture = self._given_capture or CudaCapture()  # a memory pool ends with its graphs
 
     def _part(self, part: Part) -> Recorded | None:
         """The recording of a part, captured if it is new: it runs on padding rows, then the round's are set again.
@@ -296,7 +303,7 @@ class GraphRounds:
             return self.made.get(part)
         pending = None if self._head is None else self._head.pending
         try:
-            why = self._broken or self._try(part)
+            why = self._try_on_all_ranks(part)
         finally:
             if self._head is not None and pending is not None:
                 self._head.pending = pending
@@ -308,6 +315,21 @@ class GraphRounds:
             self._said.add(why)
         return self.made.get(part)
 
+    def _try_on_all_ranks(self, part: Part) -> str | None:
+        """`_try` it, unless captures are broken. What one rank cannot capture runs eagerly on all: in a collective each
+        of them must be in the same part."""
+        why = self._broken or self._try(part)
+        if self._agreed is None:
+            return why
+        own = (why is None) + (self._broken is None)
+        if (least := self._agreed(own)) < own:
+            why = why or "another rank could not record it"
+            self._broken = self._broken or (why if least == 0 else None)
+            self.made.pop(part, None)
+            if not self.made:
+                self.drop()
+        return why
+
     def _try(self, part: Part) -> str | None:
         """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
         them its tensors, in memory."""
@@ -316,6 +338,8 @@ class GraphRounds:
         except CompileError:
             raise
         except EngineError as error:
+            if isinstance(error, WarmUpError) and self._agreed is not None:
+                raise
             if isinstance(error, BrokenCaptureError):
                 self._broken = str(error)
             return str(error)

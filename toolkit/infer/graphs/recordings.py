@@ -31,6 +31,10 @@ STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
 
 
+class WarmUpError(EngineError):
+    """A run before the capture failed. It was a real one: other ranks may still wait in its collectives."""
+
+
 class BrokenCaptureError(EngineError):
     """A capture could not be ended. torch is still in capture mode, so nothing further is captured."""
 
@@ -38,7 +42,8 @@ class BrokenCaptureError(EngineError):
 class CudaCapture:
     """Captures graphs that share one memory pool; they must never run at the same time.
 
-    Raises EngineError if a part synchronises with the device or does anything else that a graph does not support."""
+    Collectives of NCCL are recorded, not run: no rank waits for another in a capture. Raises EngineError if a part
+    synchronises with the device or does anything else that a graph does not support."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # the type's name differs between torch versions
@@ -54,7 +59,7 @@ class CudaCapture:
             for _ in range(WARM_UPS):
                 run()
         except RuntimeError as error:
-            raise EngineError(_told(error)) from error
+            raise WarmUpError(_told(error)) from error
         graph, failure = torch.cuda.CUDAGraph(), None
         modes = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:
