@@ -133,9 +133,9 @@ class Engine:
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
         self.scheduler = Scheduler(rows, chunk, self._memory, together=self._states is None)
-        self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None
+        self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states, graphs)
         overlap = not config.disable_overlap_schedule
         self._rounds = Rounds(context, state, self.verifier, self.scheduler, graphs, overlap=overlap)
         self._detokenizer = Detokenizer(target.tokenizer)
@@ -178,6 +178,7 @@ class Engine:
             context.head,
             self.verifier,
             rows=config.max_running_requests,
+            chunk=config.chunked_prefill_size,
             cuda_graph_max_bs=config.cuda_graph_max_bs,
             torch_compile_max_bs=config.torch_compile_max_bs,
             capture=capture,

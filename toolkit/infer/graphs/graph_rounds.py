@@ -4,6 +4,8 @@
     forward   always, unless more requests run than a graph has rows for
     choice    unless a request needs the host's edits, its log-probabilities or a draw against the head's distribution
 
+A short prompt that comes alone is read by the forward of a chain (`prompt`).
+
 A round whose parts are all graphs needs no host (`Kind`): the next one may start before its result is read. Eager parts
 and graphs leave the same state; the reason for eager ones is logged once. The host's work around a round is in
 engine/round.py.
@@ -30,6 +32,7 @@ from toolkit.infer.drafters.lookup import MOST_DEPTH
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import (
     ATTEMPTS,
+    PROMPT_SIZES,
     SAMPLING_KINDS,
     BrokenCaptureError,
     Capture,
@@ -42,7 +45,7 @@ from toolkit.infer.graphs.recordings import (
     buckets_up_to,
 )
 from toolkit.infer.kernels.tree_reference import AcceptedPath
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only, without_padding
 from toolkit.infer.request.params import CompileError, EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import is_edited
@@ -81,7 +84,8 @@ class GraphRounds:
     """The graphs of one engine; those of its own draft shape, or of plain decoding, are captured when it is built.
 
     forward, finish: the parts of a round (engine/round.py); they run on `state`. head: the drafter with a head, if any;
-    drafter: the engine's, around it. rows: the engine's largest batch. cuda_graph_max_bs: larger rounds run eagerly.
+    drafter: the engine's, around it. rows: the engine's largest batch. chunk: the most tokens of a prompt that are read
+    at once. cuda_graph_max_bs: larger rounds run eagerly.
     torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a part; None: as a CUDA
     graph. short_lived: capture a part when it is needed, not when the engine is built. agreed: the minimum of a number
     over all ranks; None: there is one process. Raises CompileError.
@@ -98,6 +102,7 @@ class GraphRounds:
         verifier: Verifier,
         *,
         rows: int,
+        chunk: int,
         cuda_graph_max_bs: int,
         torch_compile_max_bs: int | None = None,
         capture: Capture | None = None,
@@ -113,6 +118,7 @@ class GraphRounds:
             self._compiled = CompiledForward(target, None if head is None else head.reader)
         self._most_compiled = torch_compile_max_bs or 0
         self.buckets = buckets_up_to(min(cuda_graph_max_bs, rows))
+        self._prompts = [HostTree(size, True) for size in PROMPT_SIZES if size < 2 * chunk]
         self._rows, self._unread = rows, 0  # the most positions of a row that the head leaves unread
         if head is not None:
             head.recorded_draft = self.draft
@@ -146,6 +152,7 @@ class GraphRounds:
         cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
         parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
+        parts += [Part("forward", 1, source) for source in reversed(self._prompts)]
         before = len(self.made)
         with Progress(len(parts), "recording CUDA graphs", "graph") as bar:
             for part in parts:
@@ -235,6 +242,22 @@ class GraphRounds:
             return None
         recorded.replay()
         return AcceptedPath(recorded.result[: len(requests)])
+
+    def prompt(self, row: int, tokens: Tensor, start: int) -> Tensor | None:
+        """Read the next tokens [1, T] of a prompt, after `start` others, into this row of the pool. No round may be in
+        flight. Returns the target's states [1, T, H], and gives the head its features; None if no graph does."""
+        count, self.rows_lost = tokens.shape[1], lambda: None
+        source = next((one for one in self._prompts if one.nodes >= count), None)
+        if source is None or (recorded := self._part(Part("forward", 1, source))) is None:
+            return None
+        self._state.set_rows([(0, start, 1, 1)], 1)
+        self._state.set_tables(1, 1, first=row)
+        _stage(chain_tree(tokens[:, 0], tokens[:, 1:], [count - 1]), self._staged[1, source])
+        recorded.replay()
+        states: TargetStates = recorded.result.cut(1, count)
+        if self._head is not None and states.features is not None:
+            self._head.reader.head.put_features(states.features)
+        return states.hidden
 
     # -- which parts have graphs ---------------------------------------------------------------------------------------
 
@@ -353,7 +376,8 @@ class GraphRounds:
         self._state.set_rows([], part.bucket)
         self._state.set_tables(0, part.bucket)
         try:
-            compiled = self._compiled if part.bucket <= self._most_compiled else None
+            compiles = part.bucket <= self._most_compiled and part.source not in self._prompts
+            compiled = self._compiled if compiles else None
             recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
         finally:
             for store, kept in zip(stores, before, strict=True):

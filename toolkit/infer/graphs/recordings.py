@@ -28,6 +28,7 @@ Run = Callable[[], None]
 # Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
 Capture = Callable[[Run], Run]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
+PROMPT_SIZES = (16, 32, 64, 128)  # tokens; the host launches the layers for far longer than a GPU computes these
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
 
 
