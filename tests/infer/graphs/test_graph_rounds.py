@@ -241,6 +241,25 @@ def test_a_failed_recording_keeps_no_memory(small_target, failure, attempts):
     engine.close()
 
 
+def test_a_closed_engine_keeps_no_graph(small_target, build, recording):
+    """NCCL waits in its end for the end of all graphs with its collectives; a cycle would be found too late."""
+    replays: list[weakref.ref] = []
+
+    def capture(run):
+        replay = recording(run)
+        replays.append(weakref.ref(replay))
+        return replay
+
+    engine = engine_with(small_target, build("eagle3"), "3,1,4", capture, cuda_graph_max_bs=1)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
+    gc.disable()
+    try:
+        engine.close()
+        assert replays and not any(one() for one in replays)
+    finally:
+        gc.enable()
+
+
 def test_what_no_graph_can_run_is_refused(small_target, build, recording, monkeypatch):
     """Asked for, it is an error; else one line of the log says why rounds run eagerly."""
     monkeypatch.setattr(linear_layers, "linear_layers", lambda config: {0})

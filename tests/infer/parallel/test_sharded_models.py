@@ -60,8 +60,9 @@ def work(family, head_for, prompts, tmp_path_factory):
         found[name] = {"options": options, "prompts": prompts, "asks": asks}
     for name, (options, fails) in RECORDED.items():
         options |= {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu"}
-        options |= {"max_running_requests": 3, "verify": "target"}  # of four prompts one joins when another has left
-        asks = [(shape, heat, 4) for shape, heat in ((TREE, 0.0), (CHAIN, 0.0), (CHAIN, 1.0))]
+        # Of four prompts two join when others have left.
+        options |= {"max_running_requests": 2, "chunked_prefill_size": 16, "verify": "target"}
+        asks = [(TREE, 0.0, 4), (CHAIN, 1.0, 4)]
         found[name] = {"options": options, "prompts": prompts, "asks": asks, "fails": fails}
     return found
 
@@ -113,8 +114,8 @@ def test_tokens_are_those_of_one_process(name, work, by_ranks, alone):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_ranks_write_what_one_eager_process_writes(name, work, by_ranks, alone):
-    """The sums over ranks are in the recording. What rank 1 cannot record runs eagerly on rank 0 too, which would wait
-    in another collective; a part that the ranks have once more is recorded on both."""
+    """The sums over ranks are in the recording. What rank 1 cannot record runs eagerly on rank 0 too, which would else
+    be in another collective."""
     wanted, one, two = alone(work[name]), *(ranks[name] for ranks in by_ranks)
     assert one == two
     assert one["tokens"] == wanted["tokens"]
