@@ -60,6 +60,11 @@ class Capture:
             tap.state = None
         return states
 
+    def put(self, states: torch.Tensor) -> None:
+        """Make `states` [B, N, A*H] those of the last forward."""
+        for tap, state in zip(self._taps, states.chunk(len(self._taps), dim=-1), strict=True):
+            tap.state = state
+
     def take(self) -> torch.Tensor:
         """The states of the last forward, concatenated, [B, N, A*H]."""
         return _concatenated(self.take_each())

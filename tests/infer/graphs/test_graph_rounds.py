@@ -113,6 +113,37 @@ def test_cuda_graphs_write_what_eager_rounds_write(small_target, build, name, sh
     graphed.close(), eager.close()
 
 
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers"])
+def test_a_short_prompt_is_read_by_a_graph(small_target, build, recording, name):
+    """Below, at and above each recorded size, in chunks, after a prefix of another prompt, beside a running request.
+    States of padding, of another row or of other positions would change tokens, log-probabilities or, through the
+    head, what is accepted."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in (1, 15, 16, 17, 32, 33, 65)]
+    prompts += [prompts[5][:32] + prompts[3], prompts[6][:48] + [9]]
+    found, logprobs, others = [], [], []
+    for capture in (recording, None):
+        engine = engine_with(small_target, build(name), "3,1,4", capture, chunked_prefill_size=32)
+        beside = engine.add_request([3, 4], SamplingParams(max_tokens=200, ignore_eos=True))
+        engine.step()
+        if capture is not None:
+            engine._prompts._forward = None  # nothing is read without a graph
+        for i, prompt in enumerate(prompts):
+            request = engine.add_request(prompt, SamplingParams(max_tokens=7, prompt_logprobs=1 if i % 4 else None))
+            while not request.finished:
+                engine.step()
+                engine.check_integrity()
+            accepted = [event.accepted for event in request.events]
+            found.append((request.output_ids, accepted, request.cached_tokens))
+            logprobs.append([one.logprob for one in request.prompt_logprobs])
+        others.append(beside.output_ids[:40])
+        engine.close()
+    half = len(prompts)
+    assert found[:half] == found[half:] and any(max(accepted) > 0 for _, accepted, _ in found) and found[-1][2] > 0
+    assert others[0] == others[1] and len(others[0]) == 40
+    assert logprobs[:half] == [pytest.approx(one, abs=1e-4) for one in logprobs[half:]]
+
+
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_capture_after_a_round_with_the_host(small_target, build, recording, at_start):
     """The rows of that round are gone: a capture at the begin of a later round, or for another shape, must not set
@@ -186,7 +217,7 @@ def test_a_part_that_cannot_be_recorded_runs_eagerly(small_target, build, record
     graphed.close(), eager.close()
 
 
-@pytest.mark.parametrize("failure, attempts", [(EngineError, 3), (BrokenCaptureError, 1)])
+@pytest.mark.parametrize("failure, attempts", [(EngineError, 4), (BrokenCaptureError, 1)])
 def test_a_failed_recording_keeps_no_memory(small_target, failure, attempts):
     """The largest round is tried first; what it took before memory ran out has to be free for the next one, and for
     eager rounds."""
@@ -208,6 +239,25 @@ def test_a_failed_recording_keeps_no_memory(small_target, failure, attempts):
     finally:
         gc.enable()
     engine.close()
+
+
+def test_a_closed_engine_keeps_no_graph(small_target, build, recording):
+    """NCCL waits in its end for the end of all graphs with its collectives; a cycle would be found too late."""
+    replays: list[weakref.ref] = []
+
+    def capture(run):
+        replay = recording(run)
+        replays.append(weakref.ref(replay))
+        return replay
+
+    engine = engine_with(small_target, build("eagle3"), "3,1,4", capture, cuda_graph_max_bs=1)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
+    gc.disable()
+    try:
+        engine.close()
+        assert replays and not any(one() for one in replays)
+    finally:
+        gc.enable()
 
 
 def test_what_no_graph_can_run_is_refused(small_target, build, recording, monkeypatch):

@@ -15,6 +15,8 @@ import torch
 from tests.infer.engine.test_host_reads import HostReads
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.round import Rounds
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.graphs.recordings import PROMPT_SIZES
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -33,13 +35,20 @@ class Watch:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.counts: Counter[str] = Counter()
+        self.in_round = True
 
     def capture(self, recording: Any) -> Callable:
         def capture(run: Callable[[], None]) -> Callable[[], None]:
             replay = recording(run)
-            return lambda: (self.check_pages(), replay())
+            return lambda: (self.in_round and self.check_pages(), replay())
 
         return capture
+
+    def read_prompt(self, *given: Any) -> Any:
+        self.in_round = False
+        states = GraphRounds.prompt(self.engine._rounds.graphs, *given)
+        self.in_round = True
+        return states
 
     def check_pages(self) -> None:
         """Every row that is not past its end has pages for what it writes, wherever the device has got meanwhile."""
@@ -98,6 +107,8 @@ def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | Non
         capture=None if capture is None else watch.capture(capture), max_total_tokens=tokens, chunked_prefill_size=16,
         **settings,
     )  # fmt: skip
+    if capture is not None:
+        watch.engine._rounds.graphs.prompt = watch.read_prompt
     return watch
 
 
@@ -249,29 +260,29 @@ def test_a_shape_that_is_set_while_a_round_is_in_flight(small_target, build, rec
             engine.step()
         found.append(request.output_ids)
         engine.close()
-    assert recording.recorded == 23 and found[0] == found[1]
+    assert recording.recorded == 24 and found[0] == found[1]
 
 
 def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, caplog):
-    """Drafts, forward and choices in three kinds of sampling of four buckets; of one kind where drafts of the others
-    are drawn by the head."""
+    """Drafts, forward and choices in three kinds of sampling of four buckets, and short prompts; choices of one kind
+    where drafts of the others are drawn by the head."""
     with caplog.at_level(logging.INFO, logger="toolkit"):
         engine = watched(small_target, build("eagle3"), "3,1,4", recording).engine
-    assert recording.recorded == 20
-    assert "20 recorded, of 1, 2, 4, 5 rows" in caplog.text
+    assert recording.recorded == 21
+    assert "21 recorded, of 1, 2, 4, 5 rows" in caplog.text
     engine.generate(
         [[5, 6, 7]] * 7, [SamplingParams(max_tokens=5 + i, temperature=i / 8, top_p=0.9, seed=0) for i in range(7)]
     )
-    assert recording.recorded == 20
+    assert recording.recorded == 21
     engine.set_shape(DraftShape.parse("2,3,6"))
-    assert recording.recorded == 40, "those of another shape are recorded when it is set"
+    assert recording.recorded == 41, "those of another shape are recorded when it is set"
     engine.set_shape(DraftShape.parse("2,3,6"))
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9))
-    assert recording.recorded == 40
+    assert recording.recorded == 41
     engine.close()
     drawing = Engine(
         small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=2, verify="block",
         capture=recording,
     )  # fmt: skip
-    assert recording.recorded == 40 + 6
+    assert recording.recorded == 41 + 6 + len(PROMPT_SIZES)
     drawing.close()

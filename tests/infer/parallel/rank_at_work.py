@@ -7,18 +7,24 @@ Without a driver: both ranks are handed the same requests.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from tests.infer.graphs.conftest import Recording
+from toolkit.infer.cpu import attention
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.load.load_engine import load_rank
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.load_engine import device_of, load_models, load_rank
+from toolkit.infer.parallel.rank_engine import engine_of
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.params import EngineError, SamplingParams
 
 MAX_TOKENS, SEED = 12, 5
 
@@ -39,10 +45,28 @@ class Pair(Ranks):
         return value[0]
 
 
+def opened(case: dict[str, Any], ranks: Ranks | None) -> Engine:
+    """The engine of a case. Of one with `fails`, ranks record their rounds, and rank 1 fails with so many in three."""
+    config = EngineConfig(**case["options"])
+    if ranks is None or "fails" not in case:
+        return load_rank(config, ranks).engine
+    recording, attempts = Recording(), itertools.count()
+    attention.row_attention = lambda *_: None  # operations of torch are recorded
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        replay = recording(run)
+        if ranks.rank == 1 and next(attempts) % 3 < case["fails"]:
+            raise EngineError("no memory")
+        return replay
+
+    target, draft = load_models(config, device_of(config), ranks)
+    return engine_of(ranks)(target, draft, None, config, capture=capture)
+
+
 def answers(case: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
     """Tokens by what was asked: (shape or None for plain decoding, temperature, how many prompts at once)."""
     try:
-        engine = load_rank(EngineConfig(**case["options"]), ranks).engine
+        engine = opened(case, ranks)
     except ParallelError as error:
         return {"refused": str(error)}
     found: dict[str, Any] = {"pages": engine._memory.pool.page_count, "accepted": 0, "tokens": {}}
@@ -57,6 +81,9 @@ def answers(case: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
         engine.check_integrity()
         found["tokens"][f"{shape}, temperature {temperature}, {count}"] = [request.output_ids for request in requests]
         found["accepted"] += sum(event.accepted for request in requests for event in request.events)
+    graphs = engine._rounds.graphs
+    if graphs is not None:
+        found |= {"parts": [part.name for part in graphs.made], "eager_rounds": engine.eager_rounds}
     engine.close()
     return found
 

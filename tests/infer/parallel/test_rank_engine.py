@@ -15,6 +15,7 @@ import torch
 
 from toolkit.infer.drafters.adaptive import AdaptiveShape, Plan
 from toolkit.infer.engine.config import EngineConfig
+from toolkit.infer.graphs.recordings import WarmUpError
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import WORKER, LoadedEngine, closing
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
@@ -63,6 +64,16 @@ def test_a_rank_without_memory_for_a_prompt_ends(tiny_target, monkeypatch):
     engine.add_request([5] * 90, GREEDY)
     with pytest.raises(torch.OutOfMemoryError):
         engine.step()
+
+
+def test_a_rank_that_fails_before_a_capture_ends(tiny_target):
+    """Else it ran the part eagerly, while the others waited for it in the collectives of their own run."""
+
+    def full(run):
+        raise WarmUpError("no room")
+
+    with pytest.raises(WarmUpError):
+        RankEngine(Told(), tiny_target, capture=full)
 
 
 def test_caches_are_of_one_size(tiny_target):

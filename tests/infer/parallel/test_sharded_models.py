@@ -37,6 +37,12 @@ REFUSED = {
     "no plan": r"\(gpt2\) cannot be divided.*no plan",
 }
 
+RECORDED = {  # options, in how many of three attempts rank 1 fails
+    "recorded": ({"shape": TREE}, 0),
+    "recorded, adaptive": ({"shape": TREE, "adaptive": True}, 0),
+    "recorded but for what one rank cannot record": ({"shape": TREE}, 2),
+}
+
 
 @pytest.fixture(scope="module")
 def work(family, head_for, prompts, tmp_path_factory):
@@ -52,6 +58,12 @@ def work(family, head_for, prompts, tmp_path_factory):
             options["token_map"] = str(path)
         asks = ALL if name == target and kind else [(options.get("shape"), 0.0, 4)]
         found[name] = {"options": options, "prompts": prompts, "asks": asks}
+    for name, (options, fails) in RECORDED.items():
+        options |= {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu"}
+        # Of four prompts two join when others have left.
+        options |= {"max_running_requests": 2, "chunked_prefill_size": 16, "verify": "target"}
+        asks = [(TREE, 0.0, 4), (CHAIN, 1.0, 4)]
+        found[name] = {"options": options, "prompts": prompts, "asks": asks, "fails": fails}
     return found
 
 
@@ -60,7 +72,7 @@ def by_ranks(work, here, tmp_path_factory):
     """What each of two ranks answers, by the case's name."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(here.parents[2])}
     command = [sys.executable, str(here / "rank_at_work.py"), str(folder / "work.json")]
     outputs = [folder / f"answers-{rank}.json" for rank in range(2)]
     running = [
@@ -98,6 +110,18 @@ def test_tokens_are_those_of_one_process(name, work, by_ranks, alone):
         assert found["pages"] == by_ranks[0][name]["pages"]
     if CASES[name][1] is not None:
         assert wanted["accepted"] > 0, "no draft was ever accepted: only roots were looked at"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_ranks_write_what_one_eager_process_writes(name, work, by_ranks, alone):
+    """The sums over ranks are in the recording. What rank 1 cannot record runs eagerly on rank 0 too, which would else
+    be in another collective."""
+    wanted, one, two = alone(work[name]), *(ranks[name] for ranks in by_ranks)
+    assert one == two
+    assert one["tokens"] == wanted["tokens"]
+    if "adaptive" not in name:  # what it drafts depends on the clock
+        assert one["accepted"] == wanted["accepted"] > 0
+    assert one["parts"] and (one["eager_rounds"] > 0) == (work[name]["fails"] > 0)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -106,9 +106,11 @@ class RoundState:
             self._upload(self.row_states[:, :count], list(zip(*wanted, strict=True)))
             self.known[:count] = wanted
 
-    def set_tables(self, requests: int, count: int) -> None:
-        """Upload the pool's page tables for the first `requests` of `count` rows; the others are padding."""
-        tables: list[list[int]] = [*self._pool.tables[:requests], *([] for _ in range(count - requests))]
+    def set_tables(self, requests: int, count: int, first: int = 0) -> None:
+        """Upload the page tables of the pool's rows from `first` on for `requests` of `count` rows; the others are
+        padding."""
+        own = self._pool.tables[first : first + requests]
+        tables: list[list[int]] = [*own, *([] for _ in range(count - requests))]
         places: list[int] = []  # in the flattened table
         pages: list[int] = []
         for row, (table, (before, held)) in enumerate(zip(tables, self._tables, strict=False)):

@@ -79,6 +79,10 @@ class DraftingHead:
         """Returns the features of the target's last forward, [B, N, W]. They can be taken once."""
         return self._capture.take()
 
+    def put_features(self, features: Tensor) -> None:
+        """Sets those of a replayed forward, [B, N, W]: it runs no hooks."""
+        self._capture.put(features)
+
     def first_hidden(self, features: Tensor) -> Tensor:
         """Returns the hidden input of stage 0 for the target's features: [..., W] -> [..., H]."""
         with using(self.ops):

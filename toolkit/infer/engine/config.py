@@ -225,8 +225,6 @@ class EngineConfig:
             return f"the device is {device_type}"
         if self.disable_cuda_graph:
             return "`disable_cuda_graph` is set"
-        if self.tensor_parallel_size > 1:
-            return "`tensor_parallel_size` is above 1"
         if target is not None:
             from toolkit.infer.attention.linear_layers import linear_layers
             from toolkit.infer.kernels.dispatch import ops_for

@@ -133,9 +133,9 @@ class Engine:
         limits = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
         self.scheduler = Scheduler(rows, chunk, self._memory, together=self._states is None)
-        self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None
+        self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states, graphs)
         overlap = not config.disable_overlap_schedule
         self._rounds = Rounds(context, state, self.verifier, self.scheduler, graphs, overlap=overlap)
         self._detokenizer = Detokenizer(target.tokenizer)
@@ -178,10 +178,12 @@ class Engine:
             context.head,
             self.verifier,
             rows=config.max_running_requests,
+            chunk=config.chunked_prefill_size,
             cuda_graph_max_bs=config.cuda_graph_max_bs,
             torch_compile_max_bs=config.torch_compile_max_bs,
             capture=capture,
             short_lived=short_lived,
+            agreed=None if self._one_process else self._agreed,
         )
 
     def warm_up(self) -> None:
@@ -282,11 +284,16 @@ class Engine:
         self.drafter.set_shape(shape)
         # The unread features of the old shape may need more slots than the new shape does.
         self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
+        self._shape_changed()
+
+    def _shape_changed(self) -> None:
         self._rounds.shape_changed()
 
     def close(self) -> None:
-        """Remove the engine's hooks from the target. Do not step the engine afterwards."""
+        """Remove the engine's hooks from the target, and its graphs. Do not step the engine afterwards."""
         self.drafter.close()
+        if self._rounds.graphs is not None:
+            self._rounds.graphs.drop()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

@@ -20,6 +20,7 @@ from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.round import append
 from toolkit.infer.engine.scheduler import LEAST_CHUNK, Scheduler
+from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.request.draft_tree import root_only, upload
 from toolkit.infer.request.request import NOT_FINITE, Request, TokenLogprob
 from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
@@ -40,10 +41,12 @@ class PromptReader:
         cache: KVCache,
         scheduler: Scheduler,
         states: LinearStates | None = None,
+        graphs: GraphRounds | None = None,
     ) -> None:
-        """states: of a hybrid target's linear-attention layers; the scheduler then gives prompts one by one."""
+        """states: of a hybrid target's linear-attention layers; the scheduler then gives prompts one by one. graphs:
+        read short prompts that come alone."""
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
-        self._states = states
+        self._states, self._graphs = states, graphs
         self.gap_s: float | None = None  # the pause of running requests that a chunk may make; None: any
         self._token_s = 0.0  # seconds a token of the last chunks
 
@@ -120,10 +123,14 @@ class PromptReader:
         device, begun = self._target.device, time.perf_counter()
         starts, counts = [one.n_read for one in group], [min(tokens, one.unread) for one in group]
         input_ids, whole = unread_tokens(group, counts, device), group[0].unread <= tokens
-        positions = upload([[start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]], device)
-        metadata = prompts_metadata(self._cache, first_row, starts, counts)
-        states = None if self._states is None else self._states.prompt(first_row, starts)
-        hidden = self._forward(input_ids, positions, metadata, states)
+        hidden = None
+        if self._graphs is not None and len(group) == 1:
+            hidden = self._graphs.prompt(first_row, input_ids, starts[0])
+        if hidden is None:
+            positions = upload([[start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]], device)
+            metadata = prompts_metadata(self._cache, first_row, starts, counts)
+            states = None if self._states is None else self._states.prompt(first_row, starts)
+            hidden = self._forward(input_ids, positions, metadata, states)
         drafter.admit(first_row, group, tokens)
         for request, own, start in zip(group, hidden[0].split(counts), starts, strict=True):
             if request.params.prompt_logprobs is not None:

@@ -4,6 +4,8 @@
     forward   always, unless more requests run than a graph has rows for
     choice    unless a request needs the host's edits, its log-probabilities or a draw against the head's distribution
 
+A short prompt that comes alone is read by the forward of a chain (`prompt`).
+
 A round whose parts are all graphs needs no host (`Kind`): the next one may start before its result is read. Eager parts
 and graphs leave the same state; the reason for eager ones is logged once. The host's work around a round is in
 engine/round.py.
@@ -30,6 +32,7 @@ from toolkit.infer.drafters.lookup import MOST_DEPTH
 from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import (
     ATTEMPTS,
+    PROMPT_SIZES,
     SAMPLING_KINDS,
     BrokenCaptureError,
     Capture,
@@ -38,10 +41,11 @@ from toolkit.infer.graphs.recordings import (
     Part,
     Recorded,
     Source,
+    WarmUpError,
     buckets_up_to,
 )
 from toolkit.infer.kernels.tree_reference import AcceptedPath
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only, without_padding
 from toolkit.infer.request.params import CompileError, EngineError, SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logits_processors import is_edited
@@ -80,9 +84,11 @@ class GraphRounds:
     """The graphs of one engine; those of its own draft shape, or of plain decoding, are captured when it is built.
 
     forward, finish: the parts of a round (engine/round.py); they run on `state`. head: the drafter with a head, if any;
-    drafter: the engine's, around it. rows: the engine's largest batch. cuda_graph_max_bs: larger rounds run eagerly.
+    drafter: the engine's, around it. rows: the engine's largest batch. chunk: the most tokens of a prompt that are read
+    at once. cuda_graph_max_bs: larger rounds run eagerly.
     torch_compile_max_bs: larger ones have uncompiled layers; None: all. capture: how to capture a part; None: as a CUDA
-    graph. short_lived: capture a part when it is needed, not when the engine is built. Raises CompileError.
+    graph. short_lived: capture a part when it is needed, not when the engine is built. agreed: the minimum of a number
+    over all ranks; None: there is one process. Raises CompileError.
     """
 
     def __init__(
@@ -96,13 +102,15 @@ class GraphRounds:
         verifier: Verifier,
         *,
         rows: int,
+        chunk: int,
         cuda_graph_max_bs: int,
         torch_compile_max_bs: int | None = None,
         capture: Capture | None = None,
         short_lived: bool = False,
+        agreed: Callable[[int], int] | None = None,
     ) -> None:
         self._forward, self._finish, self._state = forward, finish, state
-        self._head, self._verifier, self._short_lived = head, verifier, short_lived
+        self._head, self._verifier, self._short_lived, self._agreed = head, verifier, short_lived, agreed
         self._needs_host = not isinstance(drafter, HeadDrafter | NoDrafter)
         self._said: set[str] = set()
         self._compiled: CompiledForward | None = None
@@ -110,6 +118,7 @@ class GraphRounds:
             self._compiled = CompiledForward(target, None if head is None else head.reader)
         self._most_compiled = torch_compile_max_bs or 0
         self.buckets = buckets_up_to(min(cuda_graph_max_bs, rows))
+        self._prompts = [HostTree(size, True) for size in PROMPT_SIZES if size < 2 * chunk]
         self._rows, self._unread = rows, 0  # the most positions of a row that the head leaves unread
         if head is not None:
             head.recorded_draft = self.draft
@@ -143,6 +152,7 @@ class GraphRounds:
         cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
         parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
+        parts += [Part("forward", 1, source) for source in reversed(self._prompts)]
         before = len(self.made)
         with Progress(len(parts), "recording CUDA graphs", "graph") as bar:
             for part in parts:
@@ -233,6 +243,22 @@ class GraphRounds:
         recorded.replay()
         return AcceptedPath(recorded.result[: len(requests)])
 
+    def prompt(self, row: int, tokens: Tensor, start: int) -> Tensor | None:
+        """Read the next tokens [1, T] of a prompt, after `start` others, into this row of the pool. No round may be in
+        flight. Returns the target's states [1, T, H], and gives the head its features; None if no graph does."""
+        count, self.rows_lost = tokens.shape[1], lambda: None
+        source = next((one for one in self._prompts if one.nodes >= count), None)
+        if source is None or (recorded := self._part(Part("forward", 1, source))) is None:
+            return None
+        self._state.set_rows([(0, start, 1, 1)], 1)
+        self._state.set_tables(1, 1, first=row)
+        _stage(chain_tree(tokens[:, 0], tokens[:, 1:], [count - 1]), self._staged[1, source])
+        recorded.replay()
+        states: TargetStates = recorded.result.cut(1, count)
+        if self._head is not None and states.features is not None:
+            self._head.reader.head.put_features(states.features)
+        return states.hidden
+
     # -- which parts have graphs ---------------------------------------------------------------------------------------
 
     def _bucket_of(self, count: int) -> int | None:
@@ -278,12 +304,16 @@ class GraphRounds:
         self._unread = max(self._unread, head.shape.num_steps + 1)
         head.inputs.hold(self._rows, self._unread)
         if head.inputs.features is not self._held:
-            self.made.clear()
+            self.drop()
             self._failures.clear()
-            self._capture = self._given_capture or CudaCapture()  # a memory pool ends with its graphs
             self._held = head.inputs.features
 
     # -- captures ------------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Drop all graphs, also those whose capture failed."""
+        self.made.clear()
+        self._capture = self._given_capture or CudaCapture()  # a memory pool ends with its graphs
 
     def _part(self, part: Part) -> Recorded | None:
         """The recording of a part, captured if it is new: it runs on padding rows, then the round's are set again.
@@ -296,7 +326,7 @@ class GraphRounds:
             return self.made.get(part)
         pending = None if self._head is None else self._head.pending
         try:
-            why = self._broken or self._try(part)
+            why = self._try_on_all_ranks(part)
         finally:
             if self._head is not None and pending is not None:
                 self._head.pending = pending
@@ -308,6 +338,21 @@ class GraphRounds:
             self._said.add(why)
         return self.made.get(part)
 
+    def _try_on_all_ranks(self, part: Part) -> str | None:
+        """`_try` it, unless captures are broken. What one rank cannot capture runs eagerly on all: in a collective each
+        of them must be in the same part."""
+        why = self._broken or self._try(part)
+        if self._agreed is None:
+            return why
+        own = (why is None) + (self._broken is None)
+        if (least := self._agreed(own)) < own:
+            why = why or "another rank could not record it"
+            self._broken = self._broken or (why if least == 0 else None)
+            self.made.pop(part, None)
+            if not self.made:
+                self.drop()
+        return why
+
     def _try(self, part: Part) -> str | None:
         """Capture it. Returns the reason as text if it failed: the exception would keep the part's frames, and with
         them its tensors, in memory."""
@@ -316,6 +361,8 @@ class GraphRounds:
         except CompileError:
             raise
         except EngineError as error:
+            if isinstance(error, WarmUpError) and self._agreed is not None:
+                raise
             if isinstance(error, BrokenCaptureError):
                 self._broken = str(error)
             return str(error)
@@ -329,7 +376,8 @@ class GraphRounds:
         self._state.set_rows([], part.bucket)
         self._state.set_tables(0, part.bucket)
         try:
-            compiled = self._compiled if part.bucket <= self._most_compiled else None
+            compiles = part.bucket <= self._most_compiled and part.source not in self._prompts
+            compiled = self._compiled if compiles else None
             recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
         finally:
             for store, kept in zip(stores, before, strict=True):

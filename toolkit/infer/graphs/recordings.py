@@ -28,7 +28,12 @@ Run = Callable[[], None]
 # Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
 Capture = Callable[[Run], Run]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
+PROMPT_SIZES = (16, 32, 64, 128)  # tokens; the host launches the layers for far longer than a GPU computes these
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
+
+
+class WarmUpError(EngineError):
+    """A run before the capture failed. It was a real one: other ranks may still wait in its collectives."""
 
 
 class BrokenCaptureError(EngineError):
@@ -38,7 +43,8 @@ class BrokenCaptureError(EngineError):
 class CudaCapture:
     """Captures graphs that share one memory pool; they must never run at the same time.
 
-    Raises EngineError if a part synchronises with the device or does anything else that a graph does not support."""
+    Collectives of NCCL are recorded, not run: no rank waits for another in a capture. Raises EngineError if a part
+    synchronises with the device or does anything else that a graph does not support."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # the type's name differs between torch versions
@@ -54,7 +60,7 @@ class CudaCapture:
             for _ in range(WARM_UPS):
                 run()
         except RuntimeError as error:
-            raise EngineError(_told(error)) from error
+            raise WarmUpError(_told(error)) from error
         graph, failure = torch.cuda.CUDAGraph(), None
         modes = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:

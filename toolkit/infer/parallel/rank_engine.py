@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -77,6 +78,7 @@ class DriverEngine(RankEngine):
     def __init__(self, driver: Driver, *parts: Any, **options: Any) -> None:
         super().__init__(driver, *parts, **options)
         self.driver = driver
+        atexit.register(self.close)  # before `driver.close`: NCCL waits there for the end of all graphs
 
     def add_request(self, *prompt: Any, **options: Any) -> Request:
         request = super().add_request(*prompt, **options)  # a refused request is not sent
@@ -90,9 +92,10 @@ class DriverEngine(RankEngine):
             self.driver.tell("abort", request.arrival)
         super().abort(request)
 
-    def set_shape(self, shape: DraftShape) -> None:
-        super().set_shape(shape)
-        self.driver.tell("set_shape", shape)
+    def _shape_changed(self) -> None:
+        self.driver.tell("set_shape", self.shape)  # a refused shape is not sent
+        with self.driver.working():
+            super()._shape_changed()
 
     def step(self) -> list[Request]:
         self.driver.tell("step")
@@ -100,6 +103,7 @@ class DriverEngine(RankEngine):
             return super().step()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         super().close()
         self.driver.close()
 

@@ -94,6 +94,7 @@ class Ranks(ABC):
 
     def connect(self, store: dist.Store) -> None:
         """Start torch's process group: NCCL for tensors on GPUs, gloo for tensors on the host."""
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # else ranks may wait for each other in a capture
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
 
