@@ -40,7 +40,7 @@ def test_settings_of_another_kind_of_head_are_refused() -> None:
     assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
 
 
-@pytest.mark.parametrize("override", ["head.kind=mtp", "data.pack=true", "unroll.anchors=8", "target=tensor"])
+@pytest.mark.parametrize("override", ["data.pack=true", "target=tensor"])
 def test_what_needs_whole_rows_is_refused_with_split_ones(override: str) -> None:
     on = ["train.data.split_rows=2", "train.evaluation.real_every=null"]
     assert load_recipe(DEMO_RECIPE, on).train.data.split_rows == 2

@@ -292,11 +292,8 @@ class TrainSettings:
         shared = not data.pack or data.global_batch > 1
         said = "one sequence has nothing to share a row; set it to false, or raise global_batch"
         yield "data.pack", shared, said
-        kind, anchors = self.head.kind, self.unroll.anchors
         for fits, why, instead in (
-            (kind == "eagle3", f"rows are split for eagle3 heads only, not for {kind}", "head.kind=eagle3"),
             (not data.pack, "packed rows are not split", "data.pack=false"),
-            (anchors is None, "anchors are drawn from whole rows", "unroll.anchors=null"),
             (self.target != "tensor", "the same processes divide the target's heads", "target=sharded"),
         ):
             yield "data.split_rows", data.split_rows == 1 or fits, f"{why}; set it to 1, or train.{instead}"

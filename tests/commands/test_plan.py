@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from toolkit.cli import main
+from toolkit.recipe import DEMO_RECIPE
 from toolkit.weights import write_json
 
 WORK = ["--input", "100", "--output", "50", "--gpus", "1"]
@@ -78,3 +80,17 @@ def test_a_head_of_another_target(tiny_draft_directory, tiny_target_directory, t
     typed = ["plan", str(tmp_path), *WORK, "--concurrency", "1", "--draft", str(tiny_draft_directory)]
     assert main([*typed, "--accept-lengths", "1:1.5"]) == 2
     assert "belongs to another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words", "size"),
+    [({}, [], 1.1), ({"quant_method": "fp8"}, [], 0.5), ({"quant_method": "new"}, ["--weight-bits", "4"], 0.3)],
+)
+def test_the_weights_of_a_multimodal_target_in_training(tmp_path, capsys, quantization, words, size):
+    """Half a billion in its layers. Such a checkpoint states its quantization beside the text model's configuration."""
+    text = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 16}
+    text |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1000}
+    config = AutoConfig.for_model("qwen3_5", text_config=text).to_dict()
+    write_json(tmp_path / "config.json", config | {"quantization_config": quantization})
+    assert main(["plan", str(tmp_path), "--train", str(DEMO_RECIPE), "--gpus", "1", *words]) == 0
+    assert f"GB held: target {size}," in capsys.readouterr().out

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,22 @@ def uninterrupted(tiny_run, tmp_path_factory) -> Path:
     return run
 
 
+OFTEN = ("train.max_steps=40", "train.evaluation.eval_every=4")  # forecasts fall inside the steps that are compared
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_run, tmp_path_factory) -> Callable[[int], Path]:
+    """The run of so many processes, each trained once."""
+
+    @cache
+    def train(processes: int) -> Path:
+        run = _copy_run(tiny_run, tmp_path_factory.mktemp("shared") / "run")
+        _train(run, *OFTEN, options=_processes(processes, "zero2"))
+        return run
+
+    return train
+
+
 def test_killed_and_resumed_is_the_same_curve(tiny_run, uninterrupted, tmp_path):
     """Launched by path from another folder, without an accelerate configuration. SIGKILL in mid-run; the second start
     goes on from the newest state: same losses to the last bit, same head.
@@ -99,20 +116,32 @@ def test_killed_and_resumed_is_the_same_curve(tiny_run, uninterrupted, tmp_path)
 
 
 def _train_until_killed(
-    run: Path, *overrides: str, options: tuple[str, ...] = (), file: str = "metrics.jsonl", until: str = '"step": 14'
-) -> None:
-    """SIGKILL to launcher and workers between the first state and the second, when that stands in a file of train/."""
-    child = psutil.Popen(_line(run, *overrides, options=options), env=_environment(), stderr=subprocess.DEVNULL)
+    run: Path,
+    *overrides: str,
+    options: tuple[str, ...] = (),
+    file: str = "metrics.jsonl",
+    until: str = '"step": 14',
+    rank: int | None = None,
+) -> str:
+    """SIGKILL to launcher and workers, or to one worker, between the first state and the second, when that stands in a
+    file of train/. Returns stderr."""
+    with (run / "stderr").open("w") as stderr:
+        child = psutil.Popen(_line(run, *overrides, options=options), env=_environment(), stderr=stderr)
     watched = run / "train" / file
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (watched.is_file() and until in watched.read_text()):
         time.sleep(0.005)
     family = [child, *child.children(recursive=True)]
     for process in family:
+        if rank is None or process.environ().get("RANK") == str(rank):
+            process.kill()
+    _, left = psutil.wait_procs(family, timeout=120)
+    for process in left:
         process.kill()
-    psutil.wait_procs(family, timeout=30)
-    assert not (run / "ckpt" / "config.json").exists(), "the run ended before it could be killed"
+    assert not left, "they wait for the one that was killed"
+    assert child.wait() != 0 and not (run / "ckpt" / "config.json").exists(), "the run ended before it could be killed"
     assert list((run / "train").glob("state-0*"))
+    return (run / "stderr").read_text()
 
 
 def _assert_same_run(run: Path, resumed: list[dict], whole: Path) -> None:
@@ -124,18 +153,19 @@ def _assert_same_run(run: Path, resumed: list[dict], whole: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
-def test_two_processes_give_the_curve_of_one_which_goes_on_alone(tiny_run, uninterrupted, tmp_path):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_give_the_curve_of_one_which_goes_on_alone(processes, shared, uninterrupted, tmp_path):
     """fp32, same global batch: sums run in another order, so 1e-4 relative over 12 steps; a wrong denominator, share or
     learning rate is off by far more. Forecasts fall inside these steps: what they leave behind would show too. Moments
-    of another parameter, or a part in another place, would show in the ten losses after the conversion to one."""
-    two, one = _copy_run(tiny_run, tmp_path / "two"), tmp_path / "one"
-    settings = ("train.max_steps=40", "train.evaluation.eval_every=4")
-    rows = _train(two, *settings, options=_processes(2, "zero2"))
+    of another parameter, or a part in another place, would show in the ten losses after the conversion to one; four
+    processes cut through matrices."""
+    one, rows = tmp_path / "one", _losses(shared(processes))
     for ours, theirs in zip(rows[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert all(ours[key] == theirs[key] for key in ("supervised_tokens", "learning_rate"))
-    shutil.copytree(two, one, ignore=shutil.ignore_patterns("ckpt", "state-000040", "manifest.json"))
-    for ours, theirs in zip(_train(one, *settings), rows, strict=True):
+    ignored = shutil.ignore_patterns("ckpt", "state-000040", "manifest.json")
+    shutil.copytree(shared(processes), one, ignore=ignored)
+    for ours, theirs in zip(_train(one, *OFTEN), rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert not list((one / "train").glob("*.converted"))
     (newest,) = (one / "train").glob("state-000040/position.json")
@@ -220,26 +250,11 @@ def _rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_process_of_the_group_dies(tiny_run, tmp_path):
-    """The other process ends too, with a message; else the remaining GPUs would wait without doing any work."""
-    run = _copy_run(tiny_run, tmp_path / "run")
-    line = _line(run, "train.max_steps=100000", options=_processes(2, "zero2"))
-    with (tmp_path / "stderr").open("w") as stderr:
-        child = psutil.Popen(line, env=_environment(), stderr=stderr)
-        try:
-            _wait_for(lambda: (run / "train" / "state-000010").is_dir())
-            (victim,) = (one for one in child.children(recursive=True) if one.environ().get("RANK") == "1")
-            victim.kill()
-            assert child.wait(timeout=120) != 0
-        finally:
-            for process in [*child.children(recursive=True), child] if child.is_running() else []:
-                process.kill()
-    said = (tmp_path / "stderr").read_text()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_of_the_group_dies(rank, tiny_run, shared, tmp_path):
+    """The other process ends too, with a message; else the remaining GPUs would wait without doing any work. Resumed,
+    the curve and the head are those of an uninterrupted run of two processes, to the bit."""
+    run, options = _copy_run(tiny_run, tmp_path / "run"), _processes(2, "zero2")
+    said = _train_until_killed(run, *OFTEN, options=options, rank=rank)
     assert "another training process ended or cannot be reached" in said and "run the same command again" in said
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to this in time"
-        time.sleep(0.01)
+    _assert_same_run(run, _train(run, *OFTEN, options=options), shared(2))

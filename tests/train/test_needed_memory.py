@@ -18,7 +18,7 @@ from toolkit.targets.stand_in import SHAPES
 from toolkit.train import needed_memory
 from toolkit.train.loop import accumulation_steps
 from toolkit.train.needed_memory import GB, USABLE, TrainingMemory
-from toolkit.train_settings import DataSettings, OptimizerSettings, TrainSettings, UnrollSettings
+from toolkit.train_settings import DataSettings, HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = """
@@ -104,5 +104,8 @@ def test_processes_that_share_rows_or_the_target_need_less():
 
     assert gb(1, target="tensor") == gb(1, target="sharded") < gb(1) - 10
     assert gb(8) < gb(1) - 3
+    large = replace(settings, head=HeadSettings(kind="mtp", layers=7))  # 1.6 billion weights, of which a billion gather
+    two, three = (memory.needed(large, 8, stage) for stage in (2, 3))
+    assert 8 * three.always["head"] == two.always["head"] and two.total - three.total > 0.7 * GB
     whole = replace(settings, data=replace(settings.data, split_rows=8, micro_batch=2, global_batch=16))
     assert accumulation_steps(whole, 8) == 8  # all eight hold a part of each of two rows

@@ -17,6 +17,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.launcher.runner import fetch_hostfile
 
 from toolkit.head_kinds import HEAD_KINDS
+from toolkit.pipeline.launch import zero_stage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "accelerate"
@@ -30,7 +31,7 @@ def test_accelerate_reads_the_recipe(name):
     settings = config.deepspeed_config
     assert str(config.distributed_type) == "DistributedType.DEEPSPEED" and config.mixed_precision == "no"
     assert not {"gradient_clipping", "gradient_accumulation_steps"} & settings.keys(), "they are the recipe's"
-    assert settings["zero_stage"] == (3 if name == "zero3" else 2)
+    assert settings["zero_stage"] == zero_stage(RECIPES / f"{name}.yaml") == (3 if name == "zero3" else 2)
     assert config.num_machines == (2 if name in ("nodes", "hostfile") else 1)
 
 

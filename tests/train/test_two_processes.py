@@ -29,13 +29,15 @@ from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import read_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import accelerator
-from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.row_split import _split_attention, split_rows
 from toolkit.train.step import micro_step, supervised_counts
 from toolkit.train.target_side import StoredFeatures, TargetSide
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 REPOSITORY, K = Path(__file__).resolve().parents[2], 3
+# Tokens of (prompt, answer): parts that padding fills up; a second part without a root, and a first one.
+TEXTS = (((2, 21), (2, 15), (2, 10)), ((2, 4), (2, 4), (1, 5)), ((14, 9), (15, 5)))
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -86,10 +88,14 @@ def rows_in_two(folder: Path, _rank: int) -> dict[str, Any]:
     target = read_target(load_recipe(folder / "recipe.yaml").target.model, dtype="float32")
     token_map = TokenMap.from_ids(range(0, 393, 2), target.vocab_size)
     found: dict[str, Any] = {}
-    for name, head, unroll, stored in (
-        ("plain", {}, {}, False),
-        ("window", {"sliding_window": 5, "norm_output": True, "fc_norm": True}, {"checkpointing": True}, False),
-        ("stored", {}, {}, True),
+    for name, head, unroll in (
+        ("plain", {}, {}),
+        ("window", {"sliding_window": 5, "norm_output": True, "fc_norm": True}, {"checkpointing": True}),
+        ("stored", {}, {"anchors": 4}),
+        ("eagle2", {"kind": "eagle2"}, {}),
+        ("mtp", {"kind": "mtp", "layers": 2}, {"anchors": 4}),
+        ("block", {"kind": "dspark"}, {"checkpointing": True}),
+        ("causal", {"kind": "dspark", "causal": True, "correction": "dfly"}, {"anchors": 4}),
     ):
         settings = TrainSettings(head=HeadSettings(**head), unroll=UnrollSettings(ttt_steps=K, **unroll))
         plan = plan_head(settings, target, token_map)
@@ -99,24 +105,28 @@ def rows_in_two(folder: Path, _rank: int) -> dict[str, Any]:
             parameter.data *= 4  # with small weights its attention would hardly matter
         model = trained_head(plan, settings, draft, whole.teacher)
         split = split_rows(target, plan.config, dist.group.WORLD, longest=64)
-        parts = TargetSide(target, token_map, plan.aux_layer_ids, "fp32", Stored(whole) if stored else None, split)
-        for lengths in ((23, 17, 12), (6,)):  # parts that padding fills up; a second part without a root
-            pairs = zip(step(model, parts, lengths, summed=True), step(model, whole, lengths), strict=True)
-            found[f"{name} {lengths}"] = max(largest(a, b) for a, b in pairs)
+        stored = Stored(whole) if name == "stored" else None
+        parts = TargetSide(target, token_map, plan.aux_layer_ids, "fp32", stored, split)
+        anchors = anchors_of(plan, settings, 0)
+        for texts in TEXTS:
+            pairs = zip(
+                step(model, parts, texts, anchors, summed=True), step(model, whole, texts, anchors), strict=True
+            )
+            found[f"{name} {texts}"] = max(largest(a, b) for a, b in pairs)
     return found
 
 
-def step(model: Any, side: TargetSide, lengths: tuple[int, ...], *, summed: bool = False) -> list[torch.Tensor]:
+def step(model: Any, side: TargetSide, texts: Any, anchors: Any, *, summed: bool = False) -> list[torch.Tensor]:
     """Losses and counts by step, and the gradients. summed: over both processes."""
     generator = torch.Generator().manual_seed(6)
     examples = []
-    for at, length in enumerate(lengths):
-        ids = torch.randint(3, 393, (length,), generator=generator).tolist()
-        examples.append(Example(str(at), ids, [False] * 2 + [True] * (length - 2), greedy=at == 1))
+    for at, (prompt, answer) in enumerate(texts):
+        ids = torch.randint(3, 393, (prompt + answer,), generator=generator).tolist()
+        examples.append(Example(str(at), ids, [False] * prompt + [True] * answer, greedy=at == 1))
     batch = collate(examples, pad_id=0)
-    loss, *sums = micro_step(model, side, batch, supervised_counts(batch, K), K)
+    loss, *sums = micro_step(model, side, batch, supervised_counts(batch, K), K, anchors)
     gradients = torch.autograd.grad(loss, [one for one in model.parameters() if one.requires_grad])
-    values = [loss.detach(), *(one.detach() for one in sums), *gradients]
+    values = [loss.detach(), *(one.detach() for one in sums), *(one.contiguous() for one in gradients)]
     for value in values if summed else []:
         dist.all_reduce(value)
     return values
@@ -174,7 +184,7 @@ def test_rows_in_two_parts_train_as_whole_ones(tiny_run):
     """fp32: losses, counts of right predictions and gradients. A position, key, token, label or teacher's row that is
     not the one of the whole row moves them by far more; so does a gradient that does not come back."""
     for found in of_both("rows_in_two", tiny_run):
-        assert len(found) == 6 and max(found.values()) < 1e-5, found
+        assert len(found) == 7 * len(TEXTS) and max(found.values()) < 1e-5, found
 
 
 def test_heads_that_do_not_divide_are_refused_before_loading(tiny_run, monkeypatch):

@@ -134,14 +134,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _training(args: argparse.Namespace) -> str:
-    """The memory of a training in bfloat16, by part. Raises `RecipeError`, `TargetError`."""
+    """The memory of a training in bfloat16, by part. Raises `PlanError`, `RecipeError`, `TargetError`."""
+    from toolkit.plan.model_size import weight_bits_of
     from toolkit.recipe import load_recipe
     from toolkit.targets.facts import target_facts
     from toolkit.train.needed_memory import TrainingMemory
 
     recipe = load_recipe(args.train)
     gpu = gpu_named(args.gpu, {name: getattr(args, f"gpu_{name}") for name in FIGURES})
-    found = TrainingMemory(target_facts(args.target or recipe.target.model), 2, recipe.token_map.size, gpu.memory)
+    facts = target_facts(args.target or recipe.target.model)
+    bits = weight_bits_of(facts.quantization, facts.name, args.weight_bits)
+    found = TrainingMemory(facts, 2, recipe.token_map.size, gpu.memory, bits=bits)
     return found.told(replace(recipe.train, precision="bf16"), args.gpus)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import MissingPackageError
 from toolkit.recipe import REPOSITORY
 from toolkit.recipe_fields import HeadName
@@ -88,6 +90,13 @@ def training_line(
     line = ["accelerate", "launch", "--config_file", _short(config), "--num_processes", str(processes)]
     # Port 0 lets accelerate choose a free one, so that two trainings can share a machine.
     return [*line, "--main_process_port", "0", _short(script), "--recipe", str(recipe), *overrides]
+
+
+def zero_stage(config_file: Path | None) -> int:
+    """The stage of DeepSpeed's ZeRO in an accelerate configuration; None: the default one."""
+    if config_file is None:
+        return 2
+    return yaml.safe_load(config_file.read_text(encoding="utf-8")).get("deepspeed_config", {}).get("zero_stage", 2)
 
 
 def run_training(line: Sequence[str]) -> int:

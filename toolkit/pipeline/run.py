@@ -14,7 +14,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.pipeline.launch import check_packages, run_training, set_threads, training_line, training_processes
+from toolkit.pipeline.launch import (
+    check_packages,
+    run_training,
+    set_threads,
+    training_line,
+    training_processes,
+    zero_stage,
+)
 from toolkit.pipeline.stages import PipelineError, Stage, run_stages, say
 from toolkit.recipe import BenchSettings, Recipe, RecipeError, result_settings
 from toolkit.train_settings import TrainSettings
@@ -68,7 +75,8 @@ class Run:
         if self.trains:
             from toolkit.train.needed_memory import check_memory
 
-            check_memory(self.recipe, training_processes(self.processes, self.recipe.train))
+            processes = training_processes(self.processes, self.recipe.train)
+            check_memory(self.recipe, processes, zero_stage(self.accelerate_config))
         chosen, rollouts, template = self.recipe.target, self.recipe.rollouts, self.recipe.target.chat_template
         if rollouts.server:
             served = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model, template)

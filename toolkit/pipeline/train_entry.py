@@ -107,7 +107,7 @@ def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     recipe.train.check_processes(processes)
     from toolkit.train.needed_memory import check_memory
 
-    check_memory(recipe, processes)
+    check_memory(recipe, processes, int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")))
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
     # The trainer's imports take seconds: a mistake in the recipe is reported before them.

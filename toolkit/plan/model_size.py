@@ -21,7 +21,7 @@ from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead, build_head, head_class
 from toolkit.heads.head_config import HeadConfig
 from toolkit.targets.facts import NATIVE_MTP_KEYS
-from toolkit.targets.load import load_config, split_revision
+from toolkit.targets.load import load_config, split_revision, stated_quantization
 from toolkit.train_settings import HeadSettings
 
 CACHE_BYTES = 2  # bf16
@@ -130,15 +130,12 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
     weights, which override the configuration. Raises `PlanError` for attention or quantization that is not supported
     and for bits out of range, `TargetError` when it is no causal LM.
     """
-    if weight_bits is not None and not 0 < weight_bits <= 32:
-        raise PlanError(f"--weight-bits is {weight_bits:g}; expected a number above 0 and up to 32, such as 4, 8 or 16")
     if Path(name).name == "config.json":
         name = str(Path(name).expanduser().parent)
     name, revision = split_revision(name)
     full_config, source, resolved = load_config(name, revision)
     config: Any = full_config.get_text_config(decoder=True)
-    quantization = getattr(full_config, "quantization_config", None) or getattr(config, "quantization_config", None)
-    bits = (weight_bits, None) if weight_bits is not None else weight_bits_of(quantization, name)
+    bits = weight_bits_of(stated_quantization(full_config), name, weight_bits)
     return size_of_config(config, name, *bits), config, source, None if Path(source).is_dir() else resolved
 
 
@@ -216,8 +213,14 @@ def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
     return Cache((layer,), shards=1)
 
 
-def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
-    """Return the bits per weight of the layers, and of experts if they differ. Raises `PlanError` if unknown."""
+def weight_bits_of(quantization: Any, name: str, given: float | None = None) -> tuple[float, float | None]:
+    """Return the bits per weight of the layers, and of experts if they differ; or the `given` ones, of --weight-bits.
+
+    Raises `PlanError` if they are unknown or out of range."""
+    if given is not None and not 0 < given <= 32:
+        raise PlanError(f"--weight-bits is {given:g}; expected a number above 0 and up to 32, such as 4, 8 or 16")
+    if given is not None:
+        return given, None
     if quantization is None:
         return 16, None
     stated = quantization if isinstance(quantization, dict) else quantization.to_dict()

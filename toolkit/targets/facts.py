@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit.errors import TargetError
-from toolkit.targets.load import NAMED_MTP, full_name, load_config, load_tokenizer, split_revision
+from toolkit.targets.load import NAMED_MTP, full_name, load_config, load_tokenizer, split_revision, stated_quantization
 from toolkit.targets.target import stated_context, stop_ids_of
 from toolkit.weights import read_json
 
@@ -30,7 +30,8 @@ NATIVE_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # their
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """source: the directory or hub id (with `revision`) of the files. config: that of the text model."""
+    """source: the directory or hub id (with `revision`) of the files. config: that of the text model. quantization: of
+    the weights in the files (`stated_quantization`)."""
 
     name: str
     source: str
@@ -43,6 +44,7 @@ class TargetFacts:
     max_context: int | None
     dtype: str | None
     config: Any
+    quantization: Any = None
 
 
 def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
@@ -69,6 +71,7 @@ def facts_of(full: Any, name: str, source: str = "", revision: str | None = None
         max_context=getattr(config, "max_position_embeddings", None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         config=config,
+        quantization=stated_quantization(full),
     )
 
 

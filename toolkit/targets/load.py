@@ -79,6 +79,12 @@ def stated_dtype(config: PretrainedConfig, device_type: str = "cpu") -> torch.dt
     return torch.bfloat16 if stated in narrow else torch.float32
 
 
+def stated_quantization(config: PretrainedConfig) -> Any:
+    """The quantization_config of a checkpoint; a multimodal one states it beside its text model's configuration."""
+    configs = config, config.get_text_config(decoder=True)
+    return next((found for one in configs if (found := getattr(one, "quantization_config", None))), None)
+
+
 def read_target(
     name: str | Path,
     *,

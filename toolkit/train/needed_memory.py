@@ -2,7 +2,7 @@
 
 Weights and the optimizer's states are counted on models without data. What a step adds follows from the shapes of what
 it keeps, and one H100 held as much to 5 % (tests/train/test_needed_memory.py); the target's forward before it takes
-less. ZeRO-3 counts as ZeRO-2: a head that runs has its parameters whole.
+less. Under ZeRO-3 a process holds a part of the head's parameters too, and gathers them to run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from toolkit.train_settings import OnPolicySettings, TrainSettings
 GB = 1e9
 USABLE = 0.92  # of the memory: the rest is for CUDA, NCCL and the allocator's gaps
 MASTER, MOMENTS = 4, 8  # bytes of a weight's fp32 copy, and of AdamW's two moments
+REUSED = 1e9  # DeepSpeed's stage3_max_reuse_distance: weights that so many next ones bring again stay gathered
 
 
 class Need(NamedTuple):
@@ -46,15 +47,17 @@ class Need(NamedTuple):
 @dataclass(frozen=True)
 class TrainingMemory:
     """Trainings for one target. weight: bytes of one of its weights. ids: size of the token map, None: not known yet.
-    memory: bytes that each process has, on a GPU or not."""
+    memory: bytes that each process has, on a GPU or not. bits: of a weight of its layers, and of its experts if they
+    differ, as of `weight_bits_of`; None: those of `weight`."""
 
     facts: TargetFacts
     weight: int
     ids: int | None
     memory: float
     on_gpu: bool = True
+    bits: tuple[float, float | None] | None = None
 
-    def needed(self, settings: TrainSettings, processes: int) -> Need:
+    def needed(self, settings: TrainSettings, processes: int, zero_stage: int = 2) -> Need:
         """settings: with a resolved precision. Raises as `plan_head` does."""
         facts, width = self.facts, {"bf16": 2, "fp32": 4}[settings.precision]
         ids = min(self.ids or USUAL_VOCABULARY, facts.vocab_size)
@@ -67,11 +70,14 @@ class TrainingMemory:
         by_muon = (one.numel() for name, one in trained.items() if one.dim() == 2 and name not in ADAMW_MATRICES)
         muon = sum(by_muon) if settings.optimizer.name == "muon" else 0
         counts, drafted = count_parameters(facts.config), plan.token_map.size
-        layers, parts = counts["body"] + counts["experts"], 1 if settings.target == "replicated" else processes
+        bits, of_experts = self.bits or (8 * self.weight, None)
+        layers = (counts["body"] * bits + counts["experts"] * (of_experts or bits)) / 8
+        parts = 1 if settings.target == "replicated" else processes
+        sizes, divided = [one.numel() for one in head.parameters()], zero_stage == 3 and processes > 1
         always = {
-            "target": self.weight * (layers / parts + counts["head"] + counts["embedding"]),
+            "target": layers / parts + self.weight * (counts["head"] + counts["embedding"]),
             "its draft rows": self.weight * facts.hidden_size * (drafted if drafted < facts.vocab_size else 0),
-            "head": width * sum(one.numel() for one in head.parameters()),
+            "head": width * sum(sizes) / (processes if divided else 1),
             "its fp32 copy": MASTER * updated / processes,
             # Muon's momentum is in the dtype of the gradients, and there twice: DeepSpeed stages each step's.
             "optimizer": (MOMENTS * (updated - muon) + 2 * width * muon) / processes,
@@ -87,6 +93,7 @@ class TrainingMemory:
         kept: float = tokens * (width * (plan.config.feature_size + h) + self.weight * facts.hidden_size)
         kept += kept_by_unroll(plan.config, positions, width, checkpointing=settings.unroll.checkpointing)
         kept += width * updated / processes * (share > data.micro_batch)  # gradients of the micro-batches before
+        kept += width * min(sum(sizes), max(REUSED, *sizes)) * divided  # gathered beside the part
         # The states of all steps: as they are cut out, joined, normed, and their gradients.
         states = 4 * width * h * sum(positions)
         matrix = trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0
@@ -99,9 +106,9 @@ class TrainingMemory:
         }
         return Need(always, at_once)
 
-    def told(self, settings: TrainSettings, processes: int) -> str:
+    def told(self, settings: TrainSettings, processes: int, zero_stage: int = 2) -> str:
         """What a process needs, by part, of how much, and what some settings, each with those before it, make of it."""
-        need = self.needed(settings, processes)
+        need = self.needed(settings, processes, zero_stage)
         held, added = (", ".join(f"{name} {size / GB:.1f}" for name, size in one.items()) for one in need)
         lines = [
             f"a head for {self.facts.name}, trained by {processes} process(es), needs {need.total / GB:.1f} GB "
@@ -119,9 +126,11 @@ class TrainingMemory:
             f"train.data.micro_batch=1 train.data.max_length={shorter.max_length}": {"data": shorter},
         }  # fmt: skip
         for text, change in changes.items():
-            settings, before = replace(settings, **change), self.needed(settings, processes).total
-            after = self.needed(settings, processes).total
+            settings, before = replace(settings, **change), self.needed(settings, processes, zero_stage).total
+            after = self.needed(settings, processes, zero_stage).total
             lines += [f"with {text}: {after / GB:.1f} GB"] if after < before else []
+        before, after = (self.needed(settings, processes, stage).total for stage in (zero_stage, 3))
+        lines += [f"with --config-file recipes/accelerate/zero3.yaml: {after / GB:.1f} GB"] if after < before else []
         return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
@@ -139,13 +148,13 @@ def kept_by_unroll(config: HeadConfig, positions: list[int], width: int, *, chec
     return each * max(positions) + width * (config.hidden_size + config.layers * keys) * sum(positions)
 
 
-def check_memory(recipe: Recipe, processes: int) -> None:
+def check_memory(recipe: Recipe, processes: int, zero_stage: int) -> None:
     """Raise `RecipeError`, with the arithmetic, if training needs more memory than this machine has. Loads no weights.
 
     A checkpoint that is quantised is not checked: what its loader makes of it is unknown here."""
     target, gpu = recipe.target, torch.cuda.is_available()
     facts = target_facts(target.model, target.revision)
-    if getattr(facts.config, "quantization_config", None) is not None:
+    if facts.quantization is not None:
         return
     narrow = facts.dtype == "bfloat16" or (gpu and facts.dtype == "float16")
     weight = {"auto": 2 if narrow else 4, "bfloat16": 2, "float32": 4}[target.dtype]
@@ -155,5 +164,5 @@ def check_memory(recipe: Recipe, processes: int) -> None:
     here = 1 if gpu else int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
     found = TrainingMemory(facts, 1 if target.quantization else weight, recipe.token_map.size, memory / here, gpu)
-    if found.needed(settings, processes).total > USABLE * found.memory:
-        raise RecipeError(found.told(settings, processes))
+    if found.needed(settings, processes, zero_stage).total > USABLE * found.memory:
+        raise RecipeError(found.told(settings, processes, zero_stage))

@@ -4,7 +4,8 @@ Everything but attention works on each position by itself, and runs on the part.
 an all-to-all before it gives each process all positions of an Sth of the heads, and one after it gives back the part's
 positions of all heads (DeepSpeed-Ulysses, arXiv 2309.14509). So the attention itself, of the target and of the head, is
 that of whole rows. What lies ahead of a part is known: the batch is planned on whole rows, which every process reads;
-the tokens ahead are embedded here, and the target's last states ahead come from the next process.
+the tokens ahead are embedded here, and the target's last states ahead come from the next process. A root, with its
+chain or block, belongs to the part of its position.
 
 Shapes: S processes, B rows, L positions of a row, C of a part (S*C >= L: rows are padded), K steps of the unroll,
 W = C + K + 1 (a part and the positions ahead that its roots reach), h heads, hd head dim.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -81,20 +83,47 @@ class RowPart:
         return TargetFeatures(part.aux, torch.cat((part.last, self._ahead_of(part.last)), dim=1))
 
     def attending(self, attend: Attend, batch: int) -> Attend:
-        """`attend`, which gets all positions of some heads, for a caller with all heads of its part: the first
-        dimension is [B*C] here and [B*S*C] there."""
+        """`attend`, which gets all positions of some heads, for a caller with all heads of its part; see `by_heads`."""
 
         def split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            whole = (_exchanged(x.unflatten(0, (batch, -1)), 2, 1, self.split.group).flatten(0, 1) for x in (q, k, v))
-            return _exchanged(attend(*whole).unflatten(0, (batch, -1)), 1, 2, self.split.group).flatten(0, 1)
+            out = attend(*(self.by_heads(x, batch) for x in (q, k, v)))
+            return _exchanged(out.unflatten(0, (batch, -1)), 1, 2, self.split.group).flatten(0, 1)
 
         return split
 
+    def by_heads(self, x: Tensor, batch: int) -> Tensor:
+        """[B*N, h, hd] of a part's N positions, roots or places of blocks -> [B*S*N, h/S, hd] of those of all parts."""
+        return _exchanged(x.unflatten(0, (batch, -1)), 2, 1, self.split.group).flatten(0, 1)
+
+    def of_all(self, roots: Tensor) -> Tensor:
+        """A part's roots [B, N], N in each part -> the positions in their rows of the roots of all parts, [B, S*N]."""
+        return torch.cat(self._gathered(roots + self.begin), dim=1)
+
+    def divided(self, anchors: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Ascending anchors [B, N] of whole rows -> those of this part, [B, n]; the place of each of the N among the
+        S*n of all parts, [B, N]; n.
+
+        Each part has as many as the part with most: the others are at its last position, and no step supervises them.
+        """
+        size, device = self.split.size, anchors.device
+        part = anchors // self.count
+        each = F.one_hot(part, size).sum(1)
+        n = int(each.max())
+        places = part * n + torch.arange(anchors.shape[1], device=device) - (each.cumsum(1) - each).gather(1, part)
+        lasts = (torch.arange(size, device=device) + 1) * self.count - 1
+        of_all = lasts.repeat_interleave(n).repeat(len(anchors), 1).scatter(1, places, anchors)
+        first = self.begin // self.count * n
+        return of_all[:, first : first + n] - self.begin, places, n
+
     def _ahead_of(self, states: Tensor) -> Tensor:
         """The first positions [B, K+1, H] of the next process's part [B, C, H]; zeros after the last part."""
-        firsts = [torch.empty_like(states[:, : self.ahead]) for _ in range(self.split.size)]
-        dist.all_gather(firsts, states[:, : self.ahead].contiguous(), group=self.split.group)
+        firsts = self._gathered(states[:, : self.ahead].contiguous())
         return [*firsts[1:], torch.zeros_like(firsts[0])][dist.get_rank(self.split.group)]
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        each = [torch.empty_like(own) for _ in range(self.split.size)]
+        dist.all_gather(each, own, group=self.split.group)
+        return each
 
 
 class _Exchange(torch.autograd.Function):

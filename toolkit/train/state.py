@@ -199,17 +199,19 @@ def converted_state(accelerator: Accelerator, engine: Any, state: Path, processe
     wait_for_files(into / OF_MODEL)
     own["base_optimizer_state"] = dict(joined[0]["base_optimizer_state"])
     places = {name: one._hp_mapping for name, one in engine.module.named_parameters()}
+    sizes = {name: one.numel() for name, one in engine.module.named_parameters()}
     flat, moments = [], {}
     for group, cut in enumerate(own["param_slice_mappings"]):
         size = engine.optimizer.single_partition_of_fp32_groups[group].numel()
         flat.append(_cut([one[FLAT][group] for one in joined], joined, group, cut, places, size))
         states = [one["base_optimizer_state"]["state"][group] for one in joined]
-        moments[group] = {
-            key: _cut([one[key] for one in states], joined, group, cut, places, size)
-            if torch.is_tensor(value) and value.dim()
-            else value
-            for key, value in states[0].items()
-        }
+        moments[group] = dict(states[0])
+        for key, value in states[0].items():
+            each = [one[key] for one in states]
+            if key == "momentum_buffer":
+                moments[group][key] = _cut_momentum(each, joined, group, cut, sizes)
+            elif torch.is_tensor(value) and value.dim():
+                moments[group][key] = _cut(each, joined, group, cut, places, size)
     own[FLAT], own["base_optimizer_state"]["state"] = flat, moments
     name = _parts(state)[0].name.replace("pp_rank_0", f"pp_rank_{accelerator.process_index}")
     torch.save({**parts[0], "optimizer_state_dict": own}, into / "pytorch_model" / name)
@@ -228,6 +230,15 @@ def _cut(parts: Any, states: Any, group: int, cut: Any, places: Any, size: int) 
         first = places[name].lp_fragment_address.start
         mine[at.start : at.start + at.numel] = torch.cat(pieces[name])[first : first + at.numel]
     return mine
+
+
+def _cut_momentum(parts: Any, states: Any, group: int, cut: Any, sizes: dict[str, int]) -> torch.Tensor:
+    """As `_cut`, of Muon's momentum: a process that has a part of a parameter has the momentum of all of it."""
+    pieces: dict[str, torch.Tensor] = {}
+    for part, state in zip(parts, states, strict=True):
+        names = list(state["param_slice_mappings"][group])
+        pieces |= zip(names, part.split([sizes[name] for name in names]), strict=True)
+    return torch.cat([pieces[name] for name in cut])
 
 
 def _parts(state: Path) -> list[Path]:

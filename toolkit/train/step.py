@@ -140,10 +140,8 @@ class TrainedHead(nn.Module):
         assert draft_choice is not None, "correct need the right tokens"
         count, block = len(supervision.roots), self.head if isinstance(self.head, DSparkHead) else None
         inputs = aux, embeds, count, supervision.starts, supervision.anchors
-        if block is None:
-            steps = unroll(self.head, *inputs, checkpointing=self.checkpointing, part=supervision.part)
-        else:
-            steps = unroll_blocks(block, *inputs, checkpointing=self.checkpointing)
+        how: Any = {"checkpointing": self.checkpointing, "part": supervision.part}
+        steps = unroll(self.head, *inputs, **how) if block is None else unroll_blocks(block, *inputs, **how)
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
         states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]

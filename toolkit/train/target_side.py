@@ -190,19 +190,28 @@ def plan_supervision(response: torch.Tensor, steps: int, starts: torch.Tensor | 
     return Supervision(positions, flat, [row_of[roots + 1 + step] for step, roots in enumerate(flat)], starts)
 
 
-def of_part(supervision: Supervision, length: int, part: RowPart) -> Supervision:
-    """The supervision of whole rows [B, length], for the roots of a part: roots are flat indices into [B, C], and
-    teacher positions into [B, W]."""
-    roots, rows = [], []
-    for flat, row in zip(supervision.roots, supervision.rows, strict=True):
-        at = flat % length - part.begin
-        here = (at >= 0) & (at < part.count)
-        roots.append((flat // length * part.count + at)[here])
-        rows.append(row[here])
+def of_part(supervision: Supervision, shape: torch.Size, part: RowPart) -> Supervision:
+    """The supervision of whole rows [B, L], for the roots of a part: roots are flat indices into [B, C], or into its
+    anchors, and teacher positions into [B, W]."""
+    length, anchors, full = shape[1], supervision.anchors, supervision.full
+    # Of all positions, and of the anchors: the place in all parts, and how many places a part has.
+    tables = [(torch.arange(length, device=supervision.teacher_positions.device).expand(shape), part.count)]
+    if anchors is not None:
+        anchors, places, count = part.divided(anchors)
+        tables.append((places, count))
+    roots, here = [], []
+    for step, flat in enumerate(supervision.roots):
+        places, count = tables[-1 if full is not None and step >= full else 0]
+        at = places.flatten()[flat] - part.begin // part.count * count
+        here.append((at >= 0) & (at < count))
+        roots.append((flat // places.shape[1] * count + at)[here[-1]])
+    rows = [row[kept] for row, kept in zip(supervision.rows, here, strict=True)]
+    shares = supervision.shares and [share[kept] for share, kept in zip(supervision.shares, here, strict=True)]
     read = torch.cat(rows).unique()
     at = supervision.teacher_positions[read]
     positions = at // length * (part.count + part.ahead) + at % length - part.begin
-    return Supervision(positions, roots, [torch.searchsorted(read, row) for row in rows], part=part)
+    rows = [torch.searchsorted(read, row) for row in rows]
+    return Supervision(positions, roots, rows, anchors=anchors, shares=shares, full=full, part=part)
 
 
 def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int, seed: int) -> Supervision:
@@ -388,7 +397,7 @@ class TargetSide:
             features = self.features(batch)
         else:
             part = split.part(input_ids.shape[1], steps)
-            planned = of_part(planned, input_ids.shape[1], part)
+            planned = of_part(planned, batch.response.shape, part)
             features = self._part_features(batch, part)
             input_ids, greedy = part.cut(input_ids), None if greedy is None else part.cut(greedy)
         greedy = None if greedy is None else greedy.flatten()[planned.teacher_positions + 1]

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.dspark import DSparkHead
+from toolkit.heads.dspark import DSparkHead, Write
 from toolkit.train.causal_attention import KeyRange, causal_attention, causal_attention_backward, kernels_for
 from toolkit.train.row_split import RowPart
 
@@ -196,7 +196,7 @@ def unroll(
     [B, L], see `Batch`) it reads the next document's. Neither is supervised.
     anchors [B, N]: after the last MTP layer has read all positions, only these roots are unrolled further, and the
     states are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv
-    1604.06174). part: of rows that are split, without starts and anchors; then L is C, and embeds are [B, W, H].
+    1604.06174). part: of rows that are split, without starts; then L is C, and embeds are [B, W, H].
     """
     batch, length, width = *features.shape[:2], embeds.shape[2]
     config, first, whole = head.config, 0, length
@@ -210,7 +210,8 @@ def unroll(
     for step in range(steps):
         mtp_layer = min(step, config.mtp_layers - 1)
         if anchors is not None and step == config.mtp_layers:
-            attentions[mtp_layer] = [layer.at_anchors(anchors) for layer in attentions[mtp_layer]]
+            seen = anchors if part is None else part.of_all(anchors)
+            attentions[mtp_layer] = [layer.at_anchors(seen) for layer in attentions[mtp_layer]]
             hidden = (
                 hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
             )
@@ -300,41 +301,42 @@ def unroll_blocks(
     anchors: torch.Tensor | None = None,
     *,
     checkpointing: bool = False,
+    part: RowPart | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield the states [B, N, H] of steps 0..steps-1, at most as many as the head drafts, as `ttt.unroll` does.
     Arguments: of `ttt.unroll`.
 
     A root whose x_{t+1} lies past the end of its row reads the row's last token; it is not supervised.
     """
-    (batch, length, width), size, device = embeds.shape, head.config.block_size, embeds.device
+    (batch, length), width, size, device = features.shape[:2], embeds.shape[2], head.config.block_size, embeds.device
     first_draft = size - head.config.drafts_at_once
     assert steps <= size - first_draft, f"a block of {size} has no step {steps}"
     every = torch.arange(length, device=device).expand(batch, -1)
-    starts = torch.zeros_like(every) if starts is None else starts
+    begin, reads = (0, length) if part is None else (part.begin, part.length)
+    starts = torch.full_like(every, -begin) if starts is None else starts
     roots = every if anchors is None else anchors
 
     def whole(at: torch.Tensor) -> torch.Tensor:
         """Values at roots [B, N, ..] repeated for the places of their blocks: [B, Q, ..]."""
         return at.repeat_interleave(size, dim=1)
 
-    def of_roots(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return whole(values.gather(1, at[:, :, None].expand(-1, -1, values.shape[2]))).flatten(0, 1)
-
     first = starts.gather(1, roots)
     places = torch.arange(size, device=device).repeat(roots.shape[1])
     positions = (whole(roots - first) + 1 + places).flatten()
-    causal = head.config.causal
-    reach = KeyRange(first, roots) if causal else KeyRange(whole(first), whole(roots))
+    following = (roots + 1).clamp(max=embeds.shape[1] - 1)[:, :, None].expand(-1, -1, width)
+    causal, seen = head.config.causal, (first, roots) if part is None else (part.of_all(first), part.of_all(roots))
+    reach = KeyRange(*seen) if causal else KeyRange(*map(whole, seen))
 
     def run(features: torch.Tensor) -> torch.Tensor:
         layers = [BlockAttention(batch, size, reach, causal=causal) for _ in head.layers]
         hidden = head.first_hidden(features.flatten(0, 1))
         written, attending = iter(layers), iter(layers)
-        head.write_context(hidden, (every - starts).flatten(), length + size, lambda k, v: next(written).write(k, v))
-        queries = of_roots(embeds, (roots + 1).clamp(max=length - 1))
-        of_features = of_roots(hidden.view(batch, length, -1), roots)
-        attend = lambda q, k, v: next(attending)(q, k, v)  # noqa: E731
-        return head(queries, of_features, positions, attend, length + size)
+        by_heads = (lambda x: x) if part is None else partial(part.by_heads, batch=batch)
+        write: Write = lambda k, v: next(written).write(by_heads(k), by_heads(v))  # noqa: E731
+        attend: Attend = lambda q, k, v: next(attending)(q, k, v)  # noqa: E731
+        attend = attend if part is None else part.attending(attend, batch)
+        head.write_context(hidden, (every - starts).flatten(), reads + size, write)
+        return head(whole(embeds.gather(1, following)).flatten(0, 1), hidden, positions, attend, reads + size)
 
     if checkpointing and torch.is_grad_enabled():
         states = checkpoint(run, features, use_reentrant=False, preserve_rng_state=False)
