@@ -206,6 +206,12 @@ class TrainSettings:
         not_in_fingerprint=True,
     )
     save_every: PositiveInt = setting(50, "optimizer steps between two training states", not_in_fingerprint=True)
+    fewer_threads: bool = setting(
+        False,
+        "one process on a CPU: fewer threads while other programs use its cores, which is faster than sharing them; "
+        "sums then round differently, and the training is not repeatable to the bit",
+        not_in_fingerprint=True,
+    )
     head: HeadSettings = field(default_factory=HeadSettings)
     unroll: UnrollSettings = field(default_factory=UnrollSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

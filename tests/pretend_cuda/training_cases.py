@@ -85,7 +85,7 @@ def train(case: str, precision: str, target: Target) -> Trained:
 
 def compare_training(case: str) -> dict[str, dict[str, Any]]:
     """By precision, how far losses and trained weights are from the CPU's (relative), what the last step read and
-    uploaded, and which of the package's kernels it launched."""
+    uploaded, how much it launched, and which of the package's kernels."""
     host, found = build_target(), {}
     wanted = {precision: train(case, precision, host) for precision in ("fp32", "bf16")}
     with pretended_cuda(), training_on_references():
@@ -97,6 +97,7 @@ def compare_training(case: str) -> dict[str, dict[str, Any]]:
                 "losses": ((mine - own).abs() / own.abs()).max().item(),
                 "weights": ((ours.weights - theirs.weights).norm() / theirs.weights.norm()).item(),
                 "waits": ours.waits,
+                "launches": sum(ours.launches.values()),
                 "kernels": [name for name in KERNELS if name in ours.launches],
             }
     return found

@@ -94,18 +94,22 @@ def test_the_checksum_knows_each_weight():
 
 
 @pytest.mark.parametrize(
-    ("error", "lost"),
+    ("error", "said"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
-        (torch.distributed.DistNetworkError("the read timed out"), True),
-        (RuntimeError("CUDA out of memory"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "process ended"),
+        (torch.distributed.DistNetworkError("the read timed out"), "process ended"),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"), "hangs"),
+        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//1//cpu//0/1"), "hangs"),
+        (torch.distributed.DistBackendError("NCCL watchdog caught collective operation timeout: .."), "hangs"),
+        (RuntimeError("CUDA out of memory"), None),
     ],
 )
-def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
-    """An error of this process must not be reported as a lost process: the user would look at the wrong machine."""
-    with pytest.raises(LostProcessError if lost else type(error)) as raised, lost_process_named(tmp_path):
+def test_only_the_group_s_errors_blame_another_process(tmp_path, error, said):
+    """An error of this process must not be reported as a lost process: the user would look at the wrong machine. And
+    who looks for the message of an ended process finds none while it hangs."""
+    with pytest.raises(LostProcessError if said else type(error), match=said) as raised, lost_process_named(tmp_path):
         raise error
-    assert raised.value is not error if lost else raised.value is error
+    assert (raised.value is error) == (said is None)
 
 
 def test_the_process_group_ends_at_exit_also_after_a_failed_training(tmp_path, monkeypatch):

@@ -48,14 +48,21 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 BUCKET = 50_000_000
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
-# Messages of gloo and NCCL after another process has ended; torch has no error type for it.
-LOST_MESSAGES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "remote process exited",
-    "timed out",
-)
+# What is wrong with another process and what to look at, by the messages of gloo, NCCL and torch's store: torch has no
+# error types for them. The first: it is connected, but did not come to a collective within the timeout.
+OTHER_PROCESS = {
+    (
+        "hangs or is much slower than this one",
+        "see what it waits for (`py-spy dump --pid`), and whether its GPU, disk or network is stuck or shared",
+    ): ("timed out waiting", "collective operation timeout", "wait timeout after"),
+    ("ended or cannot be reached", "see its own message above, if any"): (
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "remote process exited",
+        "timed out",
+    ),
+}
 
 
 def share_threads() -> None:
@@ -196,7 +203,7 @@ class DivergedError(TrainError):
 
 
 class LostProcessError(TrainError):
-    """Another process of the group has ended or cannot be reached."""
+    """Another process of the group has ended, cannot be reached or hangs."""
 
 
 def check_finite(step: int, loss: float, grad_norm: float | None, directory: Path) -> None:
@@ -239,18 +246,20 @@ def _diverged(what: str, directory: Path) -> DivergedError:
 
 @contextmanager
 def lost_process_named(directory: Path) -> Iterator[None]:
-    """Convert the error of a collective with a lost process to `LostProcessError`; other errors are raised as they
-    are."""
+    """Convert the error of a collective with a lost or hung process to `LostProcessError`, which says which; other
+    errors are raised as they are."""
     try:
         yield
     except RuntimeError as error:
         message = str(error).lower()
         of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in message or "nccl" in message
-        if not of_the_group or not any(words in message for words in LOST_MESSAGES):
+        found = (wrong for wrong, messages in OTHER_PROCESS.items() if any(words in message for words in messages))
+        what, look = next(found, ("", ""))
+        if not of_the_group or not what:
             raise
         raise LostProcessError(
-            f"another training process ended or cannot be reached ({str(error).splitlines()[0][:200]}); see its own "
-            f"message above, if any. {_newest(directory)}; run the same command again to resume from it"
+            f"another training process {what} ({str(error).splitlines()[0][:200]}); {look}. {_newest(directory)}; run "
+            "the same command again to resume from it"
         ) from error
 
 

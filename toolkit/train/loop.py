@@ -105,11 +105,15 @@ class Trainer:
         # The fingerprint of draws is that of the batches, so the default comes first.
         self.settings = replace(self.settings, data=with_packing(self.settings, self.target))
         self.fingerprint = self._fingerprint(rollouts, world)
+        processes, changing = self.accelerator.num_processes, self.settings.fewer_threads
+        self._limited = thread_limit(self.target.device, processes, changing=changing)
         ids, self.stored = self.plan.aux_layer_ids, None
         if self.settings.data.features == "offline":
             folder = directory.parent / "features"
             with sole_trainer(directory) if self.accelerator.is_main_process else nullcontext():
-                self.stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
+                self.stored = offline_features(
+                    self.settings, self.target, ids, self.data, folder, self.accelerator, self._limited
+                )
         self.side = TargetSide(
             self.target, self.plan.token_map, ids, self.settings.precision, self.stored, self._split_rows()
         )
@@ -122,7 +126,6 @@ class Trainer:
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
         self.clock = StepClock(self.target.device)
-        self._limited = thread_limit(self.target.device, self.accelerator.num_processes, changing=not same_bits)
         # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings

@@ -24,7 +24,6 @@ from toolkit.jsonl import DataError, read_rows
 from toolkit.log import Progress, get_logger
 from toolkit.targets.features import AuxCapture, check_packing, run_body, target_features
 from toolkit.targets.target import Target
-from toolkit.thread_limit import thread_limit
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.agreement import from_main, wait_for_files, wait_until
 from toolkit.train.draft_head import plan_head
@@ -232,10 +231,11 @@ def offline_features(
     data: Data,
     folder: Path,
     accelerator: Accelerator,
+    limited: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StoredFeatures:
     """The features of all rollouts in `data`, stored in `folder`; each process computes its share of the missing ones.
 
-    All processes must call this. Raises `FeatureStoreError` if the disk has no room.
+    All processes must call this. limited: of `thread_limit`. Raises `FeatureStoreError` if the disk has no room.
     """
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     texts = texts_of(data)
@@ -253,7 +253,6 @@ def offline_features(
     store = FeatureStore(folder, spec)
     log.info("features of %d of %d rollouts are in %s", len(texts) - len(missing), len(texts), folder)
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
-    limited = thread_limit(target.device, accelerator.num_processes)
     write_features(store, target, shares[accelerator.process_index], limited)
     _keep_in_step(target, [sum(1 for _ in forwards(share)) for share in shares], accelerator.process_index)
     accelerator.wait_for_everyone()
