@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from toolkit.infer.cpu import attention
+from toolkit.infer.cpu import attention, sampling
+from toolkit.infer.kernels import reference
 
 REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 
@@ -107,6 +108,7 @@ def _address(tensor: Tensor) -> int:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """Operations of torch are recorded, so attention runs by them."""
+    """Operations of torch are recorded, so attention and the cut of distributions run by them."""
     monkeypatch.setattr(attention, "row_attention", lambda *_: None)
+    monkeypatch.setattr(sampling, "least_kept", reference.least_kept)
     return Recording()

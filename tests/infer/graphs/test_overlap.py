@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.infer.engine.test_host_reads import HostReads
+from toolkit.infer.engine import round
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.round import Rounds
+from toolkit.infer.engine.round import Rounds, finish
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import PROMPT_SIZES
 from toolkit.infer.request.draft_tree import DraftShape
@@ -25,6 +26,12 @@ ROWS, REQUESTS, CONTEXT, NOISE = 5, 16, 72, 0.05
 SETTINGS: list[dict[str, Any]] = [
     {"stop": ("w18",)}, {"max_tokens": 1}, {"max_tokens": 2}, {"ignore_eos": True}, {"temperature": 0.8},
     {"stop": ("w11 w", "w5"), "temperature": 0.7, "top_p": 0.9}, {"max_tokens": 17}, {"min_tokens": 9},
+]  # fmt: skip
+# Edits and log-probabilities of some requests, whose choices are launched once the host has read the round before.
+MIXED: list[dict[str, Any]] = [
+    {"logprobs": 2}, {}, {"presence_penalty": 0.5, "frequency_penalty": 0.5, "stop": ("w11 w",)}, {"max_tokens": 17},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}, {"logit_bias": {7: 2.0}, "min_tokens": 9},
+    {"temperature": 0.7}, {"logprobs": 1, "repetition_penalty": 1.2, "stop": ("w18",)},
 ]  # fmt: skip
 ABORTS = {6: 1, 9: 0, 11: -1, 30: 0, 41: 0}  # by step: the row whose request is aborted
 
@@ -70,7 +77,7 @@ class Watch:
         return touched
 
 
-def scene(watch: Watch, abort: bool) -> list[Request]:
+def scene(watch: Watch, abort: bool, kinds: list[dict[str, Any]] = SETTINGS) -> list[Request]:
     """Requests that arrive while others run, some of them aborted. Every token is handed out once, in order."""
     engine, generator = watch.engine, torch.Generator().manual_seed(5)
     requests: list[Request] = []
@@ -79,7 +86,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
         for _ in range({0: 4, 3: 2, 4: 7}.get(step, step > 20 and step % 4 == 0 and len(requests) < REQUESTS)):
             i = len(requests)
             prompt = torch.randint(1, 24, (1 + 11 * i % 35,), generator=generator).tolist()
-            one = SETTINGS[i % len(SETTINGS)]
+            one = kinds[i % len(kinds)]
             requests.append(engine.add_request(prompt, SamplingParams(**{"max_tokens": 60, "seed": i, **one})))
         if abort and step in ABORTS and engine._running:
             watch.counts["aborted in flight"] += engine._rounds.in_flight
@@ -114,7 +121,8 @@ def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | Non
 
 def told(request: Request) -> tuple:
     events = [(one.offered, one.accepted, one.committed, one.truncated) for one in request.events]
-    return request.output_ids, request.token_from_draft, events, request.finish_reason, request.stop_reason
+    reasons = request.finish_reason, request.stop_reason
+    return request.output_ids, request.token_from_draft, events, *reasons, [one.token_id for one in request.logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +188,38 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
         assert not behind and not graphed.counts.total()
 
 
+@pytest.mark.parametrize(
+    "name, shape, verify",
+    [
+        ("eagle2", "3,3,8", "target"),
+        pytest.param("eagle2", "3,1,4", "block", marks=pytest.mark.slow),
+        pytest.param("none", "", "target", marks=pytest.mark.slow),
+    ],
+)
+def test_edited_rows_among_others_are_overlapped(agreeing, recording, monkeypatch, name, shape, verify):
+    """Penalties, biases, min_tokens and log-probabilities beside greedy and drawn rows, which join and leave: tokens,
+    accepted counts, events, reasons and log-probabilities are those of eager rounds, though draft and forward are
+    launched before the host knows the tokens that count. Where drafts are drawn by the head, rounds without such rows
+    overlap alone."""
+    target, draft = agreeing(name)
+    edited, choose = [], Rounds.choose
+
+    def noted(rounds: Rounds) -> None:
+        flight = rounds._in_flight
+        edited.extend([] if flight is None or flight.unchosen is None or flight.states is None else [flight])
+        choose(rounds)
+
+    monkeypatch.setattr(Rounds, "choose", noted)
+    engines = [watched(target, draft, shape, how, 112, verify=verify) for how in (recording, None)]
+    ours, theirs = (scene(one, abort=one is engines[0], kinds=MIXED) for one in engines)
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.finish_reason == "abort":
+            assert mine.output_ids == other.output_ids[: len(mine.output_ids)]
+        else:
+            assert told(mine) == told(other)
+    assert len(edited) > 10 and engines[0].counts["one round too many"]
+
+
 @pytest.mark.parametrize("shape, overlap", [("", True), ("3,3,8", True), ("3,3,8", False)])
 def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, monkeypatch, shape, overlap):
     """And between two launches the host reads nothing else from the device: it never waits for the newest round."""
@@ -214,6 +254,34 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
     assert ahead == [overlap] * 3  # what was read is the round before the one that was launched
     late = engine.add_request([9, 8, 7], SamplingParams())
     assert set(engine.step()) == {*requests, late} and late.output_ids  # who comes is not kept waiting
+    engine.close()
+
+
+def test_the_host_edits_while_the_target_computes(agreeing, recording, monkeypatch):
+    """One request of three asks for log-probabilities, one has a penalty: draft and forward of a round are launched
+    before the host reads the last round's result, and the choice after it. Nothing else is read."""
+    target, draft = agreeing("eagle2")
+    reads = HostReads(monkeypatch)
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        replay = recording(run)
+        return lambda: (reads.found.append("launch"), replay())
+
+    def noted(*given: Any) -> Any:
+        reads.found.append("choice")
+        return finish(*given)
+
+    engine = Engine(target, draft, DraftShape.parse("3,3,8"), max_running_requests=3, capture=capture)
+    monkeypatch.setattr(round, "finish", noted)  # the graphs have their own
+    params = [SamplingParams(max_tokens=100, ignore_eos=True, **one) for one in ({}, {"logprobs": 1}, MIXED[4])]
+    for i, one in enumerate(params):
+        engine.add_request([5 + i] * (3 + 4 * i), one)
+    engine.step()
+    reads.found.clear()
+    with reads:
+        for _ in range(12):
+            engine.step()
+    assert reads.found == ["launch", "launch", "tolist", "choice"] * 12
     engine.close()
 
 

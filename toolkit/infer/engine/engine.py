@@ -374,6 +374,7 @@ class Engine:
         began, proposed = launched.began, launched.proposed
         touched = commit(self._running, result, launched.logprobs, began, began if proposed is None else proposed)
         self._finish()
+        self._rounds.choose()
         return touched
 
     def _keep(self, row: int, request: Request) -> None:

@@ -15,6 +15,11 @@ Overlap: if all parts are graphs, round n+1 is launched before the host has read
     host     launch n+1 | read n, its tokens, stops and events | launch n+2 | read n+1 ..
     device   .. n       | n+1                                  | n+1        | n+2 ..
 
+Where a request needs the host's edits or log-probabilities, draft and forward of round n+1 are launched first, and its
+choice after round n is read: the host reads and edits while the target computes.
+
+    host     draft, forward n+1 | read n, its tokens, stops and events | choice n+1 | draft, forward n+2 ..
+
 Round n+1 starts from the device buffers that round n leaves: last tokens, lengths, features. The host does not know the
 result of round n yet, so every row gets pages for the most that round n can commit. A row that ended in round n runs
 once more on its own pages, and the host drops its output. So tokens and acceptance are the same as without overlap; the
@@ -22,7 +27,7 @@ host sees them one step later. The host reads round n first if the next round ne
 
     the rows change    a request ended, was aborted, or reaches its token limit in round n; a prompt or a further
                        chunk of one is due; the pages do not suffice for both rounds, so a request may be preempted
-    the round changes  another draft shape was set, or a part of it runs eagerly
+    the round changes  another draft shape was set, or its draft or forward runs eagerly
 
 Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
@@ -44,7 +49,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, TargetStates, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter
-from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.drafters.head_drafter import HeadDrafter, Pending
 from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.graphs.graph_rounds import GraphRounds, Kind
 from toolkit.infer.kernels.dispatch import ops_for
@@ -219,18 +224,20 @@ class InFlight:
     """A launched round whose result the host has not read yet.
 
     requests: by row. states: the rows' states at its begin; None until the previous round has landed. read: waits for
-    its result. kind: of a round that is graphs as a whole. logprobs: of the rows that asked for them. began:
-    perf_counter, at the earliest the landing of the previous round. proposed: end of drafting; None for a round of
-    graphs, all of which counts as verification.
+    its result; None: its tokens are not chosen yet. kind: of a round that needed no host before its choice. logprobs:
+    of the rows that asked for them. began: perf_counter, at the earliest the landing of the previous round. proposed:
+    end of drafting; None for a round with a kind, all of which counts as verification. unchosen: the trees, the
+    target's states and what the draft left, until the tokens are chosen.
     """
 
     requests: list[Request]
     states: list[RowState] | None
-    read: Callable[[], VerifyResult]
+    read: Callable[[], VerifyResult] | None
     kind: Kind | None = None
     logprobs: NodeLogprobs | None = None
     began: float = field(default_factory=time.perf_counter)
     proposed: float | None = None
+    unchosen: tuple[DraftTree, TargetStates, Pending | None] | None = None
 
 
 class Rounds:
@@ -238,8 +245,9 @@ class Rounds:
 
         launch   first tokens, lengths, page tables and sampling settings -> the round starts
         land     its result is read -> the drafter, the states and the host's copy of the rows follow it
+        choose   with overlap: the tokens of the next round, if the host edits their logits
 
-    graphs: None: all rounds run eagerly. overlap: launch the graph of a round before the one before it has landed.
+    graphs: None: all rounds run eagerly. overlap: launch the graphs of a round before the one before it has landed.
     """
 
     def __init__(
@@ -286,17 +294,19 @@ class Rounds:
         else:
             self.state.set_sampling(requests)
             self._in_flight = self._replay(list(requests), states, kind)
+            self.choose()
         return kind is not None and self.overlap
 
     def land(self, drafter: Drafter) -> tuple[InFlight, VerifyResult] | None:
         """Read the result of the round in flight; None if there is none.
 
-        With overlap, launch the next round first if possible; it is in flight afterwards."""
+        With overlap, launch the next round first if possible; it is in flight afterwards. The caller calls `choose`
+        when the requests have the tokens that were read."""
         landing, self._in_flight = self._in_flight, None  # after an error no round is in flight
         if landing is None:
             return None
         following = self._launch_after(landing)
-        assert landing.states is not None, "rounds land in the order in which they were launched"
+        assert landing.states is not None and landing.read is not None, "rounds land in the order of their launches"
         result, head, count = landing.read(), self._context.head, len(landing.states)
         if landing.kind is None:
             drafter.observe(landing.requests, result)
@@ -311,6 +321,19 @@ class Rounds:
             following.states, following.began = states, time.perf_counter()
         self._in_flight = following
         return landing, result
+
+    def choose(self) -> None:
+        """Choose the tokens of the round in flight, unless a graph does, and launch what follows."""
+        flight, head = self._in_flight, self._context.head
+        if flight is None or flight.unchosen is None:
+            return
+        (tree, states, pending), flight.unchosen = flight.unchosen, None
+        if head is not None and pending is not None:
+            head.pending = pending  # the landing of the round before set another
+        rows, sampler = self.state.rows(len(flight.requests)), self._sampler_of(flight.requests)
+        followed, choices = finish(self._context, rows, tree, states, sampler)
+        flight.logprobs = choices.logprobs
+        flight.read = read_later(followed.numbers, None if choices.extra is None else choices.extra(followed.path))
 
     def drop(self) -> None:
         """Drop the round in flight: later users of its pages are launched after it."""
@@ -340,10 +363,7 @@ class Rounds:
 
     def _run(self, requests: list[Request], drafter: Drafter, states: list[RowState], began: float) -> InFlight:
         """Run a round part by part."""
-        if self._sampler is None or self._sampler.outdated:
-            target = self._context.forward.target
-            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
-        sampler, graphs, context = self._sampler, self.graphs, self._context
+        sampler, graphs, context = self._sampler_of(requests), self.graphs, self._context
         rows = self.state.rows(len(requests), max(length for _, length, _, _ in states))
         if graphs is not None:
             graphs.rows_lost = lambda: self._set_again(requests)
@@ -366,17 +386,25 @@ class Rounds:
         logprobs = None if choices is None else choices.logprobs
         return InFlight(requests, states, read, None, logprobs, began, proposed)
 
+    def _sampler_of(self, requests: Sequence[Request]) -> Sampler:
+        if self._sampler is None or self._sampler.outdated:
+            target = self._context.forward.target
+            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
+        return self._sampler
+
     def _set_again(self, requests: list[Request]) -> None:
         """Set the rows after a capture in the middle of their round, which changes them before the host reads it."""
         self.set_rows(requests)
         self.state.forget_rows(len(requests))
 
     def _replay(self, requests: list[Request], states: list[RowState] | None, kind: Kind) -> InFlight:
-        """Launch a round whose parts are all graphs."""
+        """Launch the graphs of a round; `choose` launches the rest."""
         assert self.graphs is not None
         self.state.forget_rows(len(requests))
-        numbers = HostCopy(self.graphs.replay(kind)[: len(requests)])
-        return InFlight(requests, states, lambda: read_result(AcceptedPath(numbers.read())), kind)
+        if not kind.edited:
+            return InFlight(requests, states, read_later(self.graphs.replay(kind)[: len(requests)]), kind)
+        seen, head = self.graphs.replay_forward(kind), self._context.head
+        return InFlight(requests, states, None, kind, unchosen=(*seen, None if head is None else head.pending))
 
     def _launch_after(self, landing: InFlight) -> InFlight | None:
         """Launch the next round of the same rows, from the state that `landing` leaves on the device.
@@ -400,6 +428,20 @@ class Rounds:
     def _unread(self, count: int) -> list[int] | None:
         """Number of positions of each row that the head has not read; None without a head."""
         return None if self._context.head is None else self._context.head.unread[:count]
+
+
+def read_later(numbers: Tensor, extra: Tensor | None = None) -> Callable[[], VerifyResult]:
+    """Start one copy of a result to the host. Returns what waits for it and reads it.
+
+    numbers: as of AcceptedPath. extra: as of `read_result`."""
+    count, flat = numbers.numel(), numbers.flatten()
+    copy = HostCopy(flat if extra is None else torch.cat((flat, extra)))
+
+    def read() -> VerifyResult:
+        flat = copy.read()
+        return read_result(AcceptedPath(flat[:count].view(numbers.shape)), lambda _: flat[count:])
+
+    return read
 
 
 class HostCopy:

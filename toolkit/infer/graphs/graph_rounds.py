@@ -6,9 +6,9 @@
 
 A short prompt that comes alone is read by the forward of a chain (`prompt`).
 
-A round whose parts are all graphs needs no host (`Kind`): the next one may start before its result is read. Eager parts
-and graphs leave the same state; the reason for eager ones is logged once. The host's work around a round is in
-engine/round.py.
+A round whose draft and forward are graphs needs no host before its choice (`Kind`): it may start before the result of
+the one before it is read. Eager parts and graphs leave the same state; the reason for eager ones is logged once. The
+host's work around a round is in engine/round.py.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ ROOTS = HostTree(1, True)  # the trees of plain decoding
 
 @dataclass(frozen=True)
 class Kind:
-    """A round whose parts are all graphs. shape None: plain decoding. cut: as of `Part`."""
+    """A round whose parts are all graphs, or all but the choice (edited: a request needs the host's edits or
+    log-probabilities). shape None: plain decoding. cut: as of `Part`."""
 
     bucket: int
     shape: DraftShape | None
     cut: bool | None
+    edited: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -77,7 +79,7 @@ class Kind:
         parts = [Part("choice", self.bucket, self.shape or ROOTS, self.cut)]
         while (before := parts[0].before) is not None:
             parts.insert(0, before)
-        return parts
+        return parts[:-1] if self.edited else parts
 
 
 class GraphRounds:
@@ -166,16 +168,17 @@ class GraphRounds:
     # -- rounds that need no host --------------------------------------------------------------------------------------
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
-        """The kind of a round of these requests that needs no host; None if it needs the host."""
+        """The kind of a round of these requests that needs no host before its choice; None if it needs the host."""
         bucket, head = self._bucket_of(len(requests)), self._head
-        if bucket is None or self._needs_host or self._why_eager_choice(requests) is not None:
+        if bucket is None or self._needs_host or any(one.grammar is not None for one in requests):
             return None
         if head is not None and self._why_eager_draft(requests, head) is not None:
             return None
-        return Kind(bucket, None if head is None else head.shape, _cut(requests))
+        edited = self._why_eager_choice(requests) is not None
+        return Kind(bucket, None if head is None else head.shape, None if edited else _cut(requests), edited)
 
     def begin(self, requests: Sequence[Request]) -> Kind | None:
-        """Begin a round. Returns its kind if all of its parts are graphs."""
+        """Begin a round. Returns its kind if it has one and its parts are recorded."""
         self._count, self._bucket, self._draft = len(requests), self._bucket_of(len(requests)), None
         self.rows_lost = lambda: None  # the caller sets the rows after this
         self._hold()
@@ -187,12 +190,20 @@ class GraphRounds:
         return self._bucket_of(count) or count
 
     def replay(self, kind: Kind) -> Tensor:
-        """Launch all parts. Returns `AcceptedPath.numbers` of the accepted paths."""
+        """Launch all parts, not edited. Returns `AcceptedPath.numbers` of the accepted paths."""
         for part in kind.parts:
             recorded = self.made[part]
             recorded.replay()
         numbers: Tensor = recorded.result
         return numbers
+
+    def replay_forward(self, kind: Kind) -> tuple[DraftTree, TargetStates]:
+        """Launch draft and forward. Returns the trees of the requests' rows and the states at their nodes."""
+        roots = self._state.rows(self._count).roots
+        tree = root_only(roots) if kind.shape is None else self.draft(kind.shape)
+        states = None if tree is None else self.forward(tree)
+        assert tree is not None and states is not None, "the parts of a kind are recorded"
+        return tree, states.cut(self._count, tree.nodes)
 
     # -- the parts of others -------------------------------------------------------------------------------------------
 
