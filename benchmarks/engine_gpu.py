@@ -1,6 +1,6 @@
 """The engine on one GPU beside its roofline: what a plain step, and each part of a speculative round, could cost.
 
-    python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--kernels]
+    python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--kernels] [--without fused]
 
 The shape of Llama-3.1-8B with random weights, a random head and a FORCED accept_length (gpu.py). At each batch size all
 entrants take turns on one card, the first one rotating, and are then measured part by part:
@@ -16,6 +16,7 @@ Writes benchmarks/results/engine-gpu-<hardware>.json.
 from __future__ import annotations
 
 import collections
+import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,12 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from toolkit.bench.side_by_side import rotated
 from toolkit.infer.request.draft_tree import DraftShape
 
+# By the name of --without: module, its switch, the value that switches it off.
+SWITCHES: dict[str, tuple[str, str, Any]] = {
+    "fused": ("toolkit.infer.attention.fused_layer", "enabled", False),
+    "skinny": ("toolkit.infer.kernels.triton.layer_ops", "skinny_rows", 0),
+    "dependent": ("toolkit.infer.kernels.triton.launch", "enabled", False),
+}
 SHOWN, NAMED = 28, 70  # kernels of a round, letters of a kernel's name
 COLUMNS = ("engine", "batch", "shape", "round_seconds", "tokens_per_s", "speedup", "interval",
            "accept_length", "overhead_of_verify", "share_of_bandwidth", "parts_by", "first_turn_seconds")  # fmt: skip
@@ -274,8 +281,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--force-accept-length", default="2.5", metavar="X", help="as of toolkit bench acceptance")
     parser.add_argument("--hf-batch", type=int, nargs="*", default=[1], metavar="N", help="with Hugging Face (1)")
     parser.add_argument("--kernels", action="store_true", help="profile a turn: kernels by number and time")
+    told = "switch off fused layers, our products or dependent launches"
+    parser.add_argument("--without", nargs="+", choices=tuple(SWITCHES), default=[], help=told)
     args = parser.parse_args(argv)
     bench = Bench.of(args)
+    for module, switch, off in map(SWITCHES.__getitem__, args.without):
+        setattr(importlib.import_module(module), switch, off)
     subject = Subject.of(args.target, bench.device, args.context, args.force_accept_length)
     subject.forced.check_shapes([DraftShape.parse(text) for text in args.shapes])
     rates = bandwidth(bench.clock, bench.device, 2**31 if bench.clock.on_device else 2**22)

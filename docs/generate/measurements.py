@@ -114,7 +114,9 @@ SECTIONS = (
         "*eager*: each kernel is launched by the host; *graph*: rounds are recorded as CUDA graphs; *compiled*: "
         "recorded with compiled layers; `hf-generate-static`: transformers with a static cache, which it compiles. "
         "*Speed*: tokens a second over the plain row of the same kind. *Of the bandwidth*: bytes that a plain step "
-        "must read, over its time and the larger rate below.",
+        "must read, over its time and the larger rate below. These rounds are older than the fused layers, our "
+        "products and the float8 head: the [newest ones](performance.md#on-a-gpu) take 5.73 (plain), 6.53 (chain) and "
+        "8.09 ms (tree).",
         command="python benchmarks/engine_gpu.py",
     ),
     Section(
