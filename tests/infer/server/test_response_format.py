@@ -85,7 +85,7 @@ def client(url):
 
 
 def ask(client, **fields):
-    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 200, **fields})
+    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 200, "seed": 0, **fields})
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -106,10 +106,12 @@ def test_sglangs_fields(client, url):
     """`regex` and `json_schema` (a text or an object) on both endpoints."""
     pattern = r"(fox|dog){1,3} [0-9]{2}"
     chat = ask(client, extra_body={"regex": pattern}).choices[0].message.content
-    raw = client.completions.create(model="tiny", prompt="the", max_tokens=40, extra_body={"regex": pattern})
+    raw = client.completions.create(model="tiny", prompt="the", max_tokens=40, seed=0, extra_body={"regex": pattern})
     assert re.fullmatch(pattern, chat) and re.fullmatch(pattern, raw.choices[0].text)
     for schema in (SCHEMA, json.dumps(SCHEMA)):
-        raw = client.completions.create(model="tiny", prompt="the", max_tokens=60, extra_body={"json_schema": schema})
+        raw = client.completions.create(
+            model="tiny", prompt="the", max_tokens=300, seed=0, extra_body={"json_schema": schema}
+        )
         assert 0 <= json.loads(raw.choices[0].text)["n"] <= 99
 
 
