@@ -1,6 +1,7 @@
 """The engine on one GPU beside its roofline: what a plain step, and each part of a speculative round, could cost.
 
     python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--kernels] [--without fused]
+    python benchmarks/engine_gpu.py --kind dspark --shapes 15,1,16 64 256
 
 The shape of Llama-3.1-8B with random weights, a random head and a FORCED accept_length (gpu.py). At each batch size all
 entrants take turns on one card, the first one rotating, and are then measured part by part:

@@ -76,7 +76,7 @@ go 160 products env TRITON_INTERPRET="$INTERPRET" "$PY" benchmarks/products_gpu.
 rounds 60 rounds --hows graph --hf-batch --kernels
 go 60 training "$PY" benchmarks/training_gpu.py "${STEP[@]}" --budget 45 --out "$OUT/training.json"
 go 400 rehearsal "$PY" -m toolkit run "${RECIPE[@]}" run_dir="$RUN"
-cp "$RUN-rehearsal/report.json" "$OUT/rehearsal.json"
+cp "$RUN-rehearsal/report.json" "$OUT/rehearsal.json" 2> /dev/null
 go 60 export "$PY" -m toolkit export --draft "$RUN-rehearsal/ckpt" --to vllm --out "$RUN-rehearsal/exported"
 go 140 cliffs "$PY" benchmarks/cliffs_gpu.py "${SMALL[@]}" --budget 120 --out "$OUT/cliffs.json"
 rounds 90 block --hows graph --hf-batch --kind dspark --shapes 15,1,16 64 256
