@@ -1,6 +1,7 @@
 """The engine on one GPU beside its roofline: what a plain step, and each part of a speculative round, could cost.
 
     python benchmarks/engine_gpu.py [--batch 1 8 32] [--hows graph graph-serial] [--kernels] [--without fused]
+    python benchmarks/engine_gpu.py --kind dspark --shapes 15,1,16 64 256
 
 The shape of Llama-3.1-8B with random weights, a random head and a FORCED accept_length (gpu.py). At each batch size all
 entrants take turns on one card, the first one rotating, and are then measured part by part:
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from gpu import (
-    HEAD,
+    HEADS,
     HOWS,
     SETTLING,
     Bench,
@@ -131,6 +132,8 @@ class HuggingFace:
 def shape_text(shape: DraftShape | None) -> str:
     if shape is None:
         return "plain"
+    if shape.budget:
+        return f"tree of {shape.num_draft_tokens}"
     return f"{'chain' if shape.is_chain else 'tree'} {shape.num_steps}/{shape.top_k}/{shape.num_draft_tokens}"
 
 
@@ -161,7 +164,7 @@ def row_of(
         "version": entrant.version,
         "weight_bits": subject.target.weight_bits,
         "target": subject.name,
-        "head": HEAD if drafts else None,
+        "head": f"random {subject.draft.kind} head" if drafts else None,
         "forced": subject.forced.accept_length if drafts else None,
         "shape": shape_text(entrant.shape),
         "batch": batch,
@@ -278,6 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = gpu_parser(__doc__, 400, batch=[1], context=512, rounds=24, repeats=5)
     parser.add_argument("--hows", nargs="+", choices=HOWS, default=["eager", "graph", "compiled"])
     parser.add_argument("--shapes", nargs="+", default=["3,1,4", "7,8,32"], metavar="S,K,N", help="a chain and a tree")
+    parser.add_argument(
+        "--kind", choices=tuple(HEADS), default="eagle3", help="of the head; dspark: a causal block of 16"
+    )
     parser.add_argument("--force-accept-length", default="2.5", metavar="X", help="as of toolkit bench acceptance")
     parser.add_argument("--hf-batch", type=int, nargs="*", default=[1], metavar="N", help="with Hugging Face (1)")
     parser.add_argument("--kernels", action="store_true", help="profile a turn: kernels by number and time")
@@ -287,13 +293,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench.of(args)
     for module, switch, off in map(SWITCHES.__getitem__, args.without):
         setattr(importlib.import_module(module), switch, off)
-    subject = Subject.of(args.target, bench.device, args.context, args.force_accept_length)
+    subject = Subject.of(args.target, bench.device, args.context, args.force_accept_length, args.kind)
     subject.forced.check_shapes([DraftShape.parse(text) for text in args.shapes])
     rates = bandwidth(bench.clock, bench.device, 2**31 if bench.clock.on_device else 2**22)
     for batch in sorted(args.batch):
         measure(bench, subject, Sizes(batch, args.context, args.rounds), max(rates.values()))
     print_kernels(bench.rows)
-    title = f"{subject.name}; {HEAD}; forced accept_length {subject.forced.accept_length:.2f}"
+    title = f"{subject.name}; random {args.kind} head; forced accept_length {subject.forced.accept_length:.2f}"
     show(bench.rows, COLUMNS, title, bench.left_out)
     card = {"bytes_per_s": rates, "seconds_of_the_run": time.perf_counter() - bench.started}
     return bench.leave("engine", "engine-gpu", DEFINITIONS, card=card)

@@ -72,6 +72,17 @@ def test_the_engine_on_a_gpu(script, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_block_heads_on_a_gpu(script, tmp_path) -> None:
+    """Trees of one pass have a row for each budget, with their parts, and predictions stand beside."""
+    out = tmp_path / "record.json"
+    line = "--kind dspark --hows graph --shapes 16 256 --hf-batch --out".split()
+    assert script("engine_gpu").main([*WITHOUT_GPU, *line, str(out)]) == 0
+    record = read_record(out, "engine")
+    assert [row["shape"] for row in record["rows"]] == ["plain", "tree of 16", "tree of 256"]
+    assert all(row["parts"]["draft"] > 0 for row in record["rows"][1:]) and record["predicted"]["ours-plain-graph"]
+
+
+@pytest.mark.slow
 def test_cliffs_on_a_gpu(script, tmp_path, monkeypatch) -> None:
     cliffs, out = script("cliffs_gpu"), tmp_path / "record.json"
     monkeypatch.setattr(cliffs, "GROUPS", (cliffs.GROUPS[1], cliffs.GROUPS[-1]))
