@@ -95,8 +95,11 @@ def test_kernels_equal_their_references_on_a_gpu() -> None:
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
     # An engine of this process may have installed native ones.
-    plain = replace(ops_for("cpu"), row_attention=None, decoder_layer=None, head_layer=None, head_norm=None)
-    assert plain == REFERENCE
+    native = {
+        name: getattr(REFERENCE, name)
+        for name in ("row_attention", "decoder_layer", "head_layer", "head_norm", "least_kept")
+    }
+    assert replace(ops_for("cpu"), **native) == REFERENCE
     kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")
     assert on_gpu.has_kernels and on_gpu.attend_tree is kernels.attend_tree
