@@ -38,6 +38,7 @@ MAX_BLOCK, MAX_TILE = {2: 64, 4: 32}, {2: 16384, 4: 4096}
 KEY_BYTES = 16384  # of a tile's keys (and again of its values) in one stage
 MAX_WIDTH = 256  # of a head; a wider head leaves no room for a tile
 MIN_TILE = 16  # the minimum of tl.dot on a GPU; Triton's interpreter would accept less
+MERGED = tl.constexpr(16)  # rows of a tile that are merged at once: registers hold them from several parts
 LOG2E = tl.constexpr(1.4426950408889634)
 # Of fp32: each factor is the sum of two tf32 numbers, which tensor cores multiply with the error of fp32. "ieee" would
 # multiply on the other cores, with so many registers that tens of KB of them are spilled.
@@ -101,54 +102,75 @@ def _load_queries(
 
 
 @triton.jit
-def _write(best, total, acc, sinks, out, head, place, there, value_width: tl.constexpr, value_dim):
-    """Store the outputs [rows, Dv] of queries at `place` of all queries and heads."""
+def _write(
+    best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups: tl.constexpr,
+    value_width: tl.constexpr, value_wide: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs [rows, Dv] of rows `folded` of the group's tiles; its queries are `count` from `first` on."""
+    head = (group % kv_heads) * groups + folded % groups
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - best)
-    at = out + place[:, None] * value_width + value_dim[None, :]
-    tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+    value_dim = tl.arange(0, value_wide)
+    begin = out + ((first + folded // groups) * (kv_heads * groups) + head) * value_width
+    stored = (folded < count * groups)[:, None] & (value_dim < value_width)[None, :]
+    tl.store(begin[:, None] + value_dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _merge(
+    parts, part_lse, sinks, out, group, folded, part_count, used, queries, kv_heads, first, count,
+    groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr,
+):  # fmt: skip
+    """Merge the first `used` parts of rows `folded`, weighted by their log-sum-exps, and write the outputs."""
+    value_dim = tl.arange(0, value_wide)
+    real = folded < count * groups
+    stored = real[:, None] & (value_dim < value_width)[None, :]
+    best = tl.full(folded.shape, float("-inf"), tl.float32)
+    total = tl.zeros(folded.shape, tl.float32)
+    acc = tl.zeros((folded.shape[0], value_wide), tl.float32)
+    place = (group.to(tl.int64) * (queries * groups) + folded) * part_count
+    begin = (parts + place * value_width)[:, None] + value_dim[None, :]
+    # Reads four parts at a time, past L1, where those of other programs could be stale.
+    for part in tl.range(0, used, loop_unroll_factor=4):
+        lse = tl.load(part_lse + place + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+        numbers = tl.load(begin + part * value_width, mask=stored, other=0.0, cache_modifier=".cg")
+        newest = tl.maximum(best, lse)
+        base = tl.where(newest == float("-inf"), 0.0, newest)  # as in _fold
+        shrink, weight = tl.exp2(best - base), tl.exp2(lse - base)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + numbers * weight[:, None]
+        best = newest
+    _write(best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups, value_width, value_wide)
 
 
 @triton.jit
 def _leave(
     best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-    number, real, first, groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr,
-    rows: tl.constexpr, whole: tl.constexpr,
+    first, count, groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
+    whole: tl.constexpr,
 ):  # fmt: skip
     """Store the tile's part [rows, Dv] and its log-sum-exp; the last of `used` programs merges them and writes the
-    output, in which the row's queries are from `first` on. `whole`: this is the only part."""
-    folded = tile * rows + tl.arange(0, rows)
-    value_dim = tl.arange(0, value_wide)
-    there = real[:, None] & (value_dim < value_width)[None, :]
-    head = (group % kv_heads) * groups + folded % groups
-    place = (first + number) * (kv_heads * groups) + head
+    output. `whole`: this is the only part."""
+    folded, value_dim = tile * rows + tl.arange(0, rows), tl.arange(0, value_wide)
     if whole:
-        _write(best, total, acc, sinks, out, head, place, there, value_width, value_dim)
+        _write(best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups, value_width, value_wide)
     else:
-        seen = total > 0
+        real, seen = folded < count * groups, total > 0
+        stored = real[:, None] & (value_dim < value_width)[None, :]
         weight = tl.where(seen, total, 1.0)
-        part_lse += (group.to(tl.int64) * (queries * groups) + folded) * part_count
-        parts += (group.to(tl.int64) * (queries * groups) + folded)[:, None] * part_count * value_width + value_dim
-        tl.store(parts + part * value_width, acc / weight[:, None], mask=there)
-        tl.store(part_lse + part, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
+        place = (group.to(tl.int64) * (queries * groups) + folded) * part_count + part
+        begin = parts + place * value_width
+        tl.store(begin[:, None] + value_dim[None, :], acc / weight[:, None], mask=stored)
+        tl.store(part_lse + place, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
         arrived += group * tl.num_programs(1) + tile
         tl.debug_barrier()  # all threads have stored before one says so
         if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
             tl.store(arrived, 0)
-            best = tl.full((rows,), float("-inf"), tl.float32)
-            total = tl.zeros((rows,), tl.float32)
-            acc = tl.zeros((rows, value_wide), tl.float32)
-            # Several parts at a time, as far as registers hold them. Parts of other programs may be stale in L1.
-            for other in tl.range(0, used, loop_unroll_factor=max(1, 8192 // (rows * value_wide))):
-                lse = tl.load(part_lse + other, mask=real, other=float("-inf"), cache_modifier=".cg")
-                numbers = tl.load(parts + other * value_width, mask=there, other=0.0, cache_modifier=".cg")
-                newest = tl.maximum(best, lse)
-                base = tl.where(newest == float("-inf"), 0.0, newest)
-                shrink, share = tl.exp2(best - base), tl.exp2(lse - base)
-                total = total * shrink + share
-                acc = acc * shrink[:, None] + numbers * share[:, None]
-                best = newest
-            _write(best, total, acc, sinks, out, head, place, there, value_width, value_dim)
+            for piece in range(tile * rows, tl.minimum(tile * rows + rows, count * groups), MERGED):
+                _merge(
+                    parts, part_lse, sinks, out, group, piece + tl.arange(0, MERGED), part_count, used, queries,
+                    kv_heads, first, count, groups, value_width, value_wide,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -207,7 +229,7 @@ def causal_parts(
         )  # fmt: skip
     _leave(
         best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-        number, real, first_query, groups, value_width, value_wide, rows, whole,
+        first_query, count, groups, value_width, value_wide, rows, whole,
     )  # fmt: skip
 
 
@@ -268,7 +290,7 @@ def tree_parts(
         )  # fmt: skip
     _leave(
         best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-        number, real, row.to(tl.int64) * queries, groups, value_width, value_wide, rows, False,
+        row.to(tl.int64) * queries, queries, groups, value_width, value_wide, rows, False,
     )  # fmt: skip
 
 
