@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.infer.conftest import (
     DSPARK_HEADS,
@@ -27,15 +28,18 @@ from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.server.protocol import CompletionRequest
+from toolkit.infer.server.request_params import default_sampling, request_params
 from toolkit.targets.target import Target
 
 ROWS = 2
+QWEN25 = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 LENGTHS = (5, 19, 2, 9)  # ragged prompts, one read in chunks; more than ROWS, so that rows change
 TEXT = [7, 3, 11, 3, 5]  # prompts repeat it, for lookup
 # Settings of requests, in turn.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "cut": [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5, "min_p": 0.01}, {}],
-    "penalty": [{"repetition_penalty": 1.05}],  # as Qwen2.5's generation config sets it for every request
+    "served": [{}],  # nothing but lengths and seeds: the rest is the server's default for the target
     "asking": [
         {}, {"temperature": 0.8}, {"logprobs": 1, "max_tokens": 9},
         {"logprobs": 3, "logit_bias": {7: 1.0}, "repetition_penalty": 1.2, "min_tokens": 4},
@@ -46,6 +50,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 @dataclass(frozen=True)
 class Case:
     """draft: a name as in tests/infer/conftest.py, "none", "composed", "adaptive" or "perfect" (the answers).
+    settings: of SETTINGS; "served": of a target of Qwen2.5's layers and generation config.
     verify: as of the engine. deterministic: any text; "": without."""
 
     draft: str
@@ -57,6 +62,22 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         return cls(*text.split("/"))
+
+
+def target_of(case: Case) -> Target:
+    small = build_small_target()
+    if case.settings != "served":
+        return small
+    torch.manual_seed(3)
+    sizes = {
+        key: value for key, value in small.config.to_diff_dict().items() if key not in ("model_type", "architectures")
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # of queries, keys and values; transformers starts them at 0
+            torch.nn.init.normal_(weight, std=0.25)
+    model.generation_config.update(**QWEN25)
+    return replace(small, model=model)
 
 
 def draft_of(name: str, target: Target) -> Draft | None:
@@ -96,7 +117,12 @@ def answers(case: Case, engine: Engine, step: Callable[[], Any] | None = None) -
         if case.draft in ("composed", "ngram"):
             prompt = (TEXT * length)[:length]
         seed = None if case.verify == "auto" and i % 2 else i  # "auto" draws drafts for requests that state no seed
-        params = SamplingParams(**{"max_tokens": 10 + i, "seed": seed, **kinds[i % len(kinds)]})
+        asked = {"max_tokens": 10 + i, "seed": seed, **kinds[i % len(kinds)]}
+        if case.settings == "served":
+            body = CompletionRequest(model="small", prompt=prompt, **asked)
+            params = request_params(body, default_sampling(engine.target), engine.context_length)
+        else:
+            params = SamplingParams(**asked)
         requests.append(engine.add_request(prompt, params, speculative=(i, case.settings) != (3, "asking")))
     while engine.has_work():
         (step or engine.step)()
@@ -111,29 +137,31 @@ def answers(case: Case, engine: Engine, step: Callable[[], Any] | None = None) -
 
 class Rounds:
     """Steps an engine, and notes the most reads and pageable uploads of a step that reads no prompt and records no
-    round, and the pinned uploads of each."""
+    round, and the pinned uploads and replays of each."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.reads, self.uploads = 0, 0
         self.pinned: list[int] = []  # uploads from pinned memory of every such step
-        self.lines: set[str] = set()  # of those
+        self.replays: list[int] = []
+        self.lines: set[str] = set()  # of the reads and uploads
 
     def step(self) -> None:
         prompts = bool(self._engine.scheduler.waiting) or self._engine.scheduler.reading is not None
         seen.clear()
-        recordings = seen.recordings
+        recordings, replays = seen.recordings, seen.replays
         self._engine.step()
         if not prompts and seen.recordings == recordings:
             self.reads = max(self.reads, seen.reads.total())
             self.uploads = max(self.uploads, seen.uploads.total())
             self.pinned.append(seen.pinned)
+            self.replays.append(seen.replays - replays)
             self.lines |= {*seen.reads, *seen.uploads}
 
 
 def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, Any]:
     """The case's answers beside the CPU's, and what its rounds did. engine: on the device."""
-    replays, rounds = seen.replays, Rounds(engine)
+    rounds = Rounds(engine)
     got = answers(case, engine, rounds.step)
     return {
         "different": [[mine, theirs] for mine, theirs in zip(got, wanted, strict=True) if mine != theirs],
@@ -141,7 +169,7 @@ def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, A
         "uploads": rounds.uploads,
         "pinned": mode(rounds.pinned),
         "lines": sorted(rounds.lines),
-        "replays": seen.replays - replays,
+        "replays": mode(rounds.replays),
         "eager_rounds": engine.eager_rounds,
         "accepted": max((most for _, accepted, _ in got for most in accepted), default=0),
     }
@@ -149,8 +177,8 @@ def compared(case: Case, engine: Engine, wanted: list[list[Any]]) -> dict[str, A
 
 def compare_rounds(text: str) -> dict[str, dict[str, Any]]:
     """By kind of rounds ("eager" or "recorded") what differs from the CPU's answers, the reads and uploads of a step,
-    and how many uploads from pinned memory most of its steps make."""
-    host, case, found = build_small_target(), Case.parse(text), {}
+    and how many uploads from pinned memory and replays most of its steps make."""
+    host, case, found = target_of(Case.parse(text)), Case.parse(text), {}
     # Drafts that are drawn run eagerly, so with graphs "auto" is "target".
     verify = {"eager": case.verify, "recorded": "target" if case.verify == "auto" else case.verify}
     with patch("secrets.randbits", lambda _bits: 5):  # the seeds of requests that state none

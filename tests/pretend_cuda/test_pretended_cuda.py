@@ -10,10 +10,11 @@ import pytest
 from tests.program import said_by
 
 ROUND, STEP = "round:eagle3/3,3,8/cut", "training:eagle3"
+SERVED = "round:eagle3/3,1,4/served"
 ROUNDS = [
     f"round:{case}"
     for case in (
-        "eagle3/3,1,4/penalty", "eagle2/3,3,8/asking", "mtp-three-layers/3,1,4/cut/block",
+        "eagle3/3,1,4/served", "eagle2/3,3,8/asking", "mtp-three-layers/3,1,4/cut/block",
         "mtp/3,3,8/cut", "adaptive/3,3,8/asking", "ngram/3,1,4/asking", "perfect/3,1,4/cut",
         "composed/3,3,8/asking", "dspark/256/cut", "dflash/16/cut", "eagle3/3,1,4/asking/auto",
         "eagle3/3,3,8/asking/target/deterministic",  # the last one: it changes the target's modules
@@ -65,6 +66,7 @@ def test_every_drafter_verifier_and_setting() -> None:
     for case, kinds in found.items():
         check_rounds(case, kinds)
     accepting = {case.partition(":")[2].split("/")[0] for case, kinds in found.items() if kinds["eager"]["accepted"]}
+    assert found[SERVED]["recorded"]["replays"] == 2, "draft and forward; penalties have a choice by the host"
     assert accepting >= {"eagle2", "mtp", "eagle3", "ngram", "composed", "perfect"}
 
 

@@ -114,7 +114,7 @@ def test_a_block_has_the_tree_of_a_heap(monkeypatch, k, steps, nodes, cut):
 
 
 @pytest.mark.parametrize("budget", [16, 64, 256])
-@pytest.mark.parametrize("name", ["eagle3", "dspark", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "dflash", "dspark-causal", "dspark-dfly"])
 def test_trees_by_budget_change_nothing(small_target, build, plain, name, budget):
     """fp32, greedy and sampled rows; more nodes than any native path or part of logits takes, and a request with fewer
     of them than the engine."""
