@@ -96,7 +96,11 @@ def zero_stage(config_file: Path | None) -> int:
     """The stage of DeepSpeed's ZeRO in an accelerate configuration; None: the default one."""
     if config_file is None:
         return 2
-    return yaml.safe_load(config_file.read_text(encoding="utf-8")).get("deepspeed_config", {}).get("zero_stage", 2)
+    try:
+        stated = yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise LaunchError(f"{config_file} cannot be read as an accelerate configuration: {error}") from error
+    return (stated.get("deepspeed_config") or {}).get("zero_stage", 2)
 
 
 def run_training(line: Sequence[str]) -> int:

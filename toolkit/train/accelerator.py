@@ -52,7 +52,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" 
 # error types for them. The first: it is connected, but did not come to a collective within the timeout.
 OTHER_PROCESS = {
     (
-        "hangs or is much slower than this one",
+        "hangs, is much slower than this one, or ended before it joined",
         "see what it waits for (`py-spy dump --pid`), and whether its GPU, disk or network is stuck or shared",
     ): ("timed out waiting", "collective operation timeout", "wait timeout after"),
     ("ended or cannot be reached", "see its own message above, if any"): (

@@ -105,7 +105,7 @@ class Trainer:
         # The fingerprint of draws is that of the batches, so the default comes first.
         self.settings = replace(self.settings, data=with_packing(self.settings, self.target))
         self.fingerprint = self._fingerprint(rollouts, world)
-        processes, changing = self.accelerator.num_processes, self.settings.fewer_threads
+        processes, changing = self.accelerator.num_processes, self.settings.fewer_threads and not same_bits
         self._limited = thread_limit(self.target.device, processes, changing=changing)
         ids, self.stored = self.plan.aux_layer_ids, None
         if self.settings.data.features == "offline":

@@ -65,6 +65,16 @@ def test_probabilities_and_draws_equal_brute_force(settings, spread):
         assert drawn[row].item() == int((sums <= u[row] * sums[-1]).sum())
 
 
+def test_a_share_that_the_best_tokens_have_exactly_keeps_no_more():
+    """Rounding decides on which side of top-p their sum falls: never may the whole tail be kept."""
+    generator = torch.Generator().manual_seed(1)
+    for head in range(1, 20):
+        best, rest = (torch.rand(100, many, generator=generator, dtype=torch.float64) + 1 for many in (head, 2000))
+        best, rest = best * (0.9 / best.sum(dim=1, keepdim=True)), rest * (0.1 / rest.sum(dim=1, keepdim=True))
+        kept = (probs_of(torch.cat((best, rest), dim=1).log().float(), 0, 0.9, 0.0) > 0).sum(dim=1)
+        assert kept.min() >= head and kept.max() <= head + 2
+
+
 def test_tokens_equal_to_the_last_kept_are_kept():
     """With ties the kept set does not depend on how a sort breaks them."""
     for settings in ((3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)):

@@ -96,12 +96,14 @@ struct Row {
     for (; cut < end && before + buckets[cut][0] < goal; cut++) before += buckets[cut][0];
     find(cut);
     std::sort(found.begin(), found.end(), std::greater<float>());
+    float last = floor;  // rounding may leave the sum of all below the goal
     for (float x : found) {
       if (x < floor) break;
+      last = x;
       before += std::exp(x - largest);
-      if (before >= goal) return x;
+      if (before >= goal) break;
     }
-    return floor;
+    return last;
   }
 };
 

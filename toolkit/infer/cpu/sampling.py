@@ -27,7 +27,7 @@ def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     library = load_library()
     if library is None:
         return reference.least_kept(logits, top_k, top_p, min_p)
-    floors = torch.empty(len(logits), 1)
+    floors = torch.empty(len(logits), 1, dtype=torch.float32)
     given = [one.contiguous() for one in (logits, top_k, top_p, min_p)]
     library.toolkit_least_kept(*(one.data_ptr() for one in given), floors.data_ptr(), *logits.shape)
     return floors

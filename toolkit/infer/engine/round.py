@@ -327,6 +327,7 @@ class Rounds:
         flight, head = self._in_flight, self._context.head
         if flight is None or flight.unchosen is None:
             return
+        self._in_flight = None  # an error leaves no round in flight
         (tree, states, pending), flight.unchosen = flight.unchosen, None
         if head is not None and pending is not None:
             head.pending = pending  # the landing of the round before set another
@@ -334,6 +335,7 @@ class Rounds:
         followed, choices = finish(self._context, rows, tree, states, sampler)
         flight.logprobs = choices.logprobs
         flight.read = read_later(followed.numbers, None if choices.extra is None else choices.extra(followed.path))
+        self._in_flight = flight
 
     def drop(self) -> None:
         """Drop the round in flight: later users of its pages are launched after it."""

@@ -387,7 +387,8 @@ class GraphRounds:
         self._state.set_rows([], part.bucket)
         self._state.set_tables(0, part.bucket)
         try:
-            compiles = part.bucket <= self._most_compiled and part.source not in self._prompts
+            of_prompt = part.bucket == 1 and part.source in self._prompts
+            compiles = part.bucket <= self._most_compiled and not of_prompt
             compiled = self._compiled if compiles else None
             recorded.replay = self._capture(recorded if compiled is None else compiled.around(recorded))
         finally:
