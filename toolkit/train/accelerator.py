@@ -49,7 +49,7 @@ BUCKET = 50_000_000
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
 # What is wrong with another process and what to look at, by the messages of gloo, NCCL and torch's store: torch has no
-# error types for them. The first: it is connected, but did not come to a collective within the timeout.
+# error types for them. The first: it did not come to a collective within the timeout.
 OTHER_PROCESS = {
     (
         "hangs, is much slower than this one, or ended before it joined",

@@ -193,12 +193,12 @@ def attention(on: Kernels, *given: Any) -> None:
 @contextmanager
 def few_processors(count: int) -> Iterator[None]:
     """Of a GPU so small that no keys are split: nothing may be merged."""
-    before = paged_attention._processors, paged_attention._counters
-    paged_attention._processors, paged_attention._counters = (lambda _device: count), None
+    before = paged_attention._processors, paged_attention.merge_parts
+    paged_attention._processors, paged_attention.merge_parts = (lambda _device: count), None
     try:
         yield
     finally:
-        paged_attention._processors, paged_attention._counters = before
+        paged_attention._processors, paged_attention.merge_parts = before
 
 
 def attention_in_order(on: Kernels, *given: Any) -> None:

@@ -15,10 +15,12 @@ from toolkit.infer.verify.token_distribution import RowDistributions, draw_from,
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, params=["torch", "native"])
+@pytest.fixture(autouse=True, params=["torch", "native", "no compiler"])
 def ops(request, monkeypatch):
-    """Every test runs on plain torch and on the C++ that an engine on a CPU installs."""
-    native = {"least_kept": sampling.least_kept} if request.param == "native" else {}
+    """Every test runs on plain torch, on the C++ that an engine on a CPU installs, and on what it does without."""
+    native = {} if request.param == "torch" else {"least_kept": sampling.least_kept}
+    if request.param == "no compiler":
+        monkeypatch.setattr(sampling, "load_library", lambda: None)
     monkeypatch.setitem(dispatch._chosen, "cpu", replace(dispatch.REFERENCE, **native))
 
 

@@ -132,18 +132,26 @@ def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     largest logits, and those equal to the last of them; top-p the fewest of these with the share top_p of their mass;
     min-p those with min_p times the largest probability.
     """
-    top = logits.sort(dim=-1, descending=True).values
-    size = logits.shape[1]
+    return floors_of(logits, *logits.sort(dim=-1, descending=True), top_k, top_p, min_p)[0]
+
+
+def floors_of(
+    logits: Tensor, top: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`least_kept` by the W largest logits, `top` [M, W], and their ids. Also return certain [M]: W were enough."""
+    width = top.shape[1]
     # top-k: drop the tokens below the k-th largest; top-p then counts in shares of the mass that is left.
-    kth = top.gather(1, (top_k.clamp(1, size) - 1)[:, None])
+    kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
     limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
     # softmax works by row: sums of other forms have bits that depend on the rows beside it.
-    mass = top.masked_fill(top < limit, -torch.inf).softmax(dim=-1).double()
+    mass = logits.masked_fill(logits < limit, -torch.inf).softmax(dim=-1).gather(1, ids).double()
     # top-p: the first place where the sorted mass reaches top_p is the last place kept.
     reached = mass.cumsum(dim=-1) >= top_p[:, None]
-    last = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), size - 1)
+    inside = reached.any(dim=-1)
+    last = torch.where(inside, reached.int().argmax(dim=-1), width - 1)
     floor = top.gather(1, last[:, None]).masked_fill(top_p[:, None] == 1, -torch.inf)
-    return torch.maximum(torch.maximum(floor, limit), top[:, :1] + min_p.double().log().float()[:, None])
+    floor = torch.maximum(torch.maximum(floor, limit), top[:, :1] + min_p.double().log().float()[:, None])
+    return floor, (top_k <= width) & (inside | (top_p == 1))
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -78,7 +79,9 @@ class DriverEngine(RankEngine):
     def __init__(self, driver: Driver, *parts: Any, **options: Any) -> None:
         super().__init__(driver, *parts, **options)
         self.driver = driver
-        atexit.register(self.close)  # before `driver.close`: NCCL waits there for the end of all graphs
+        # Before `driver.close`: NCCL waits there for the end of all graphs. An engine that nobody holds has none.
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def add_request(self, *prompt: Any, **options: Any) -> Request:
         request = super().add_request(*prompt, **options)  # a refused request is not sent
@@ -103,9 +106,14 @@ class DriverEngine(RankEngine):
             return super().step()
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         super().close()
         self.driver.close()
+
+
+def _close(engine: weakref.ref[DriverEngine]) -> None:
+    if (alive := engine()) is not None:
+        alive.close()
 
 
 def engine_of(ranks: Ranks) -> Callable[..., Engine]:

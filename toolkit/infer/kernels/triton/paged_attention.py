@@ -7,14 +7,12 @@ The N * G queries of one key head are the rows of tiles (row n * G + g), so that
 are split into parts, which are merged by log-sum-exp (flash-decoding, arXiv 2311.01282):
 
     keys of a row     committed ...........................  nodes
-    programs          part 0 | part 1 | .. | part U-2        part U-1 under the ancestor mask          (trees)
-                      part 0 | part 1 | .. | part U-1                                                 (causal)
+    programs          part 0 | part 1 | .. | part S-2        part S-1 under the ancestor mask          (trees)
+                      part 0 | part 1 | .. | part S-1                                                 (causal)
     merge             out = sum_s 2^(lse_s - lse) out_s,  lse = log2(sum_s 2^lse_s + 2^sink)
 
-S depends on values that the host knows; the start of each part, and how many have keys (U <= S), on the lengths on the
-device. So all rounds of one bucket have the same launch, and a CUDA graph can record it. Programs of parts without keys
-end at once. The last of the U programs of a tile to arrive merges the parts in ascending order, so no bit depends on
-timing.
+The number of parts depends on values that the host knows; the start of each part depends on the lengths on the device.
+So all rounds of one bucket have the same launch, and a CUDA graph can record it.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ MAX_BLOCK, MAX_TILE = {2: 64, 4: 32}, {2: 16384, 4: 4096}
 KEY_BYTES = 16384  # of a tile's keys (and again of its values) in one stage
 MAX_WIDTH = 256  # of a head; a wider head leaves no room for a tile
 MIN_TILE = 16  # the minimum of tl.dot on a GPU; Triton's interpreter would accept less
-MERGED = tl.constexpr(16)  # rows of a tile that are merged at once: registers hold them from several parts
 LOG2E = tl.constexpr(1.4426950408889634)
 # Of fp32: each factor is the sum of two tf32 numbers, which tensor cores multiply with the error of fp32. "ieee" would
 # multiply on the other cores, with so many registers that tens of KB of them are spilled.
@@ -102,75 +99,31 @@ def _load_queries(
 
 
 @triton.jit
-def _write(
-    best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups: tl.constexpr,
-    value_width: tl.constexpr, value_wide: tl.constexpr,
-):  # fmt: skip
-    """Store the outputs [rows, Dv] of rows `folded` of the group's tiles; its queries are `count` from `first` on."""
-    head = (group % kv_heads) * groups + folded % groups
-    if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - best)
-    value_dim = tl.arange(0, value_wide)
-    begin = out + ((first + folded // groups) * (kv_heads * groups) + head) * value_width
-    stored = (folded < count * groups)[:, None] & (value_dim < value_width)[None, :]
-    tl.store(begin[:, None] + value_dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _merge(
-    parts, part_lse, sinks, out, group, folded, part_count, used, queries, kv_heads, first, count,
-    groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr,
-):  # fmt: skip
-    """Merge the first `used` parts of rows `folded`, weighted by their log-sum-exps, and write the outputs."""
-    value_dim = tl.arange(0, value_wide)
-    real = folded < count * groups
-    stored = real[:, None] & (value_dim < value_width)[None, :]
-    best = tl.full(folded.shape, float("-inf"), tl.float32)
-    total = tl.zeros(folded.shape, tl.float32)
-    acc = tl.zeros((folded.shape[0], value_wide), tl.float32)
-    place = (group.to(tl.int64) * (queries * groups) + folded) * part_count
-    begin = (parts + place * value_width)[:, None] + value_dim[None, :]
-    # Reads four parts at a time, past L1, where those of other programs could be stale.
-    for part in tl.range(0, used, loop_unroll_factor=4):
-        lse = tl.load(part_lse + place + part, mask=real, other=float("-inf"), cache_modifier=".cg")
-        numbers = tl.load(begin + part * value_width, mask=stored, other=0.0, cache_modifier=".cg")
-        newest = tl.maximum(best, lse)
-        base = tl.where(newest == float("-inf"), 0.0, newest)  # as in _fold
-        shrink, weight = tl.exp2(best - base), tl.exp2(lse - base)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + numbers * weight[:, None]
-        best = newest
-    _write(best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups, value_width, value_wide)
-
-
-@triton.jit
 def _leave(
-    best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-    first, count, groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
+    best, total, acc, parts, part_lse, sinks, group, tile, part, part_count, queries, kv_heads, number, real, first,
+    groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
     whole: tl.constexpr,
 ):  # fmt: skip
-    """Store the tile's part [rows, Dv] and its log-sum-exp; the last of `used` programs merges them and writes the
-    output. `whole`: this is the only part."""
-    folded, value_dim = tile * rows + tl.arange(0, rows), tl.arange(0, value_wide)
+    """Write the tile's part [rows, Dv] and its log-sum-exp; `whole`: this is the only part, so write the output, in
+    which the row's queries are from `first` on."""
+    folded = tile * rows + tl.arange(0, rows)
+    value_dim = tl.arange(0, value_wide)
+    stored = real[:, None] & (value_dim < value_width)[None, :]
     if whole:
-        _write(best, total, acc, sinks, out, group, folded, first, count, kv_heads, groups, value_width, value_wide)
+        head = (group % kv_heads) * groups + folded % groups
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            total += tl.exp2(sink - best)
+        begin = parts + ((first + number) * (kv_heads * groups) + head) * value_width
+        tl.store(begin[:, None] + value_dim[None, :], (acc / total[:, None]).to(parts.dtype.element_ty), mask=stored)
     else:
-        real, seen = folded < count * groups, total > 0
-        stored = real[:, None] & (value_dim < value_width)[None, :]
-        weight = tl.where(seen, total, 1.0)
+        seen = total > 0
         place = (group.to(tl.int64) * (queries * groups) + folded) * part_count + part
         begin = parts + place * value_width
-        tl.store(begin[:, None] + value_dim[None, :], acc / weight[:, None], mask=stored)
+        weight = tl.where(seen, total, 1.0)
+        # A part without an allowed key is not read.
+        tl.store(begin[:, None] + value_dim[None, :], acc / weight[:, None], mask=stored & seen[:, None])
         tl.store(part_lse + place, tl.where(seen, best + tl.log2(weight), float("-inf")), mask=real)
-        arrived += group * tl.num_programs(1) + tile
-        tl.debug_barrier()  # all threads have stored before one says so
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
-            tl.store(arrived, 0)
-            for piece in range(tile * rows, tl.minimum(tile * rows + rows, count * groups), MERGED):
-                _merge(
-                    parts, part_lse, sinks, out, group, piece + tl.arange(0, MERGED), part_count, used, queries,
-                    kv_heads, first, count, groups, value_width, value_wide,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -185,25 +138,15 @@ def _queries_of(begins, row, queries):
 
 @triton.jit(do_not_specialize=["queries", "pages", "part_count"])
 def causal_parts(
-    q, keys, values, table, starts, begins, sinks, out, parts, part_lse, arrived, q_row, q_head, q_new, queries,
-    kv_heads, pages, part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr,
-    width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
-    block: tl.constexpr, whole: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
+    q, keys, values, table, starts, begins, sinks, parts, part_lse, q_row, q_head, q_new, queries, kv_heads, pages,
+    part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr, width: tl.constexpr,
+    value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    whole: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(pdl)
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
     first_query, count = _queries_of(begins, row, queries)
-    start = tl.load(starts + row).to(tl.int32)
-    end = start + tl.minimum((tile * rows + rows - 1) // groups, count - 1) + 1
-    end = tl.where(tile * rows < count * groups, end, 0)  # a tile after the row's last query reads no key
-    first = 0
-    if window is not None:
-        first = tl.maximum(start + tile * rows // groups - window + 1, 0) // block * block
-    own = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), block), part_count) * block
-    used = tl.cdiv(tl.maximum(end - first, 0), tl.maximum(own, 1))
-    if part >= used:
-        return
     if begins is None:
         q += row.to(tl.int64) * q_row
     else:
@@ -211,7 +154,14 @@ def causal_parts(
     loaded, number, real = _load_queries(
         q, q_head, q_new, group, tile, count, kv_heads, groups, width, wide, rows, upcast
     )
+    start = tl.load(starts + row).to(tl.int32)
     stands = start + number
+    end = start + tl.minimum((tile * rows + rows - 1) // groups, count - 1) + 1
+    end = tl.where(tile * rows < count * groups, end, 0)  # a tile after the row's last query reads no key
+    first = 0
+    if window is not None:
+        first = tl.maximum(start + tile * rows // groups - window + 1, 0) // block * block
+    own = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), block), part_count) * block
     first += part * own
     last = tl.minimum(first + own, end)
     best = tl.full((rows,), float("-inf"), tl.float32)
@@ -228,37 +178,33 @@ def causal_parts(
             wide, value_wide, scale, softcap, upcast,
         )  # fmt: skip
     _leave(
-        best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-        first_query, count, groups, value_width, value_wide, rows, whole,
+        best, total, acc, parts, part_lse, sinks, group, tile, part, part_count, queries, kv_heads, number, real,
+        first_query, groups, value_width, value_wide, rows, whole,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["mask_row", "mask_new", "depth_row", "queries", "nodes", "pages", "part_count"])
 def tree_parts(
-    q, keys, values, table, lengths, mask, depths, sinks, out, parts, part_lse, arrived, q_row, q_head, q_new, mask_row,
-    mask_new, depth_row, queries, nodes, kv_heads, pages, part_count, scale, softcap, window, page_size: tl.constexpr,
-    groups: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr,
-    rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
+    q, keys, values, table, lengths, mask, depths, parts, part_lse, q_row, q_head, q_new, mask_row, mask_new, depth_row,
+    queries, nodes, kv_heads, pages, part_count, scale, softcap, window, page_size: tl.constexpr, groups: tl.constexpr,
+    width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, upcast: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(pdl)
     group, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, kv_head = group // kv_heads, group % kv_heads
-    length = tl.load(lengths + row).to(tl.int32)
-    first = 0
-    if window is not None:
-        first = tl.maximum(length - window + 1, 0) // block * block
-    # All parts but the last split the committed positions; the last part has the nodes.
-    own = tl.cdiv(tl.cdiv(length - first, block), part_count - 1) * block
-    used = tl.cdiv(length - first, tl.maximum(own, 1)) + 1
-    if part >= used:
-        return
     loaded, number, real = _load_queries(
         q + row.to(tl.int64) * q_row, q_head, q_new, group, tile, queries, kv_heads, groups, width, wide, rows, upcast
     )
+    length = tl.load(lengths + row).to(tl.int32)
     stands = tl.zeros((rows,), tl.int32)
+    first = 0
     if window is not None:
         depth = tl.load(depths + row * depth_row + nodes - queries + number, mask=real, other=0).to(tl.int32)
         stands = length + depth
+        first = tl.maximum(length - window + 1, 0) // block * block
+    # All parts but the last split the committed positions; the last part has the nodes.
+    own = tl.cdiv(tl.cdiv(length - first, block), part_count - 1) * block
     first += part * own
     end = tl.minimum(first + own, length)
     best = tl.full((rows,), float("-inf"), tl.float32)
@@ -275,7 +221,7 @@ def tree_parts(
             wide, value_wide, scale, softcap, upcast,
         )  # fmt: skip
     mask += row.to(tl.int64) * mask_row
-    for first_node in range(0, tl.where(part == used - 1, nodes, 0), block):
+    for first_node in range(0, tl.where(part == part_count - 1, nodes, 0), block):
         node = first_node + tl.arange(0, block)
         inside = node < nodes
         of_node = (number * mask_new)[:, None] + node[None, :]
@@ -289,13 +235,45 @@ def tree_parts(
             value_width, wide, value_wide, scale, softcap, upcast,
         )  # fmt: skip
     _leave(
-        best, total, acc, parts, part_lse, arrived, sinks, out, group, tile, part, part_count, used, queries, kv_heads,
-        row.to(tl.int64) * queries, queries, groups, value_width, value_wide, rows, False,
+        best, total, acc, parts, part_lse, None, group, tile, part, part_count, queries, kv_heads, number, real, 0,
+        groups, value_width, value_wide, rows, False,
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["queries", "part_count"])
+def merge_parts(
+    parts, part_lse, begins, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr,
+    value_width: tl.constexpr, value_wide: tl.constexpr, parts_wide: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts [S, Dv] of one query of one head, weighted by their log-sum-exps."""
+    wait_for_earlier(pdl)
+    number = tl.program_id(0)
+    group, folded = number // (queries * groups), number % (queries * groups)
+    head = (group % kv_heads) * groups + folded % groups
+    part, value_dim = tl.arange(0, parts_wide), tl.arange(0, value_wide)
+    begin = number.to(tl.int64) * part_count
+    lse = tl.load(part_lse + begin + part, mask=part < part_count, other=float("-inf"))
+    best = tl.max(lse, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        best = tl.maximum(best, sink)
+    weights = tl.exp2(lse - best)
+    total = tl.sum(weights, axis=0)
+    if sinks is not None:
+        total += tl.exp2(sink - best)
+    numbers = tl.load(
+        parts + (begin + part)[:, None] * value_width + value_dim[None, :],
+        mask=(lse > float("-inf"))[:, None] & (value_dim < value_width)[None, :], other=0.0,
+    )  # fmt: skip
+    merged = tl.sum(numbers * weights[:, None], axis=0) / total
+    first, count = _queries_of(begins, group // kv_heads, queries)
+    place = out + ((first + folded // groups) * (kv_heads * groups) + head) * value_width + value_dim
+    stored = tl.where(folded // groups < count, value_width, 0)  # after the row's last query nothing
+    tl.store(place, merged.to(out.dtype.element_ty), mask=value_dim < stored)
+
+
 # Triton's interpreter computes wrong results in bf16: convert to fp32 right after every load.
-UPCAST = not isinstance(tree_parts, JITFunction)
+UPCAST = not isinstance(merge_parts, JITFunction)
 
 
 def attend_causal(
@@ -308,12 +286,15 @@ def attend_causal(
     parts = launch.part_count(pages.span)
     if launch.programs * launch.tiles >= _processors(q.device):
         parts = 1  # there is work for all; parts of a long prompt would be tens of MB in fp32
-    out, shared = launch.outputs(parts)
+    out, part_out, part_lse = launch.outputs(parts)
+    whole = parts == 1
     causal_parts[(launch.programs, launch.tiles, parts)](
-        launch.q, pages.keys, pages.values, pages.table, starts, begins, scoring.sinks, out, *shared,
-        *launch.q.stride()[:3], launch.queries, launch.kv_heads, pages.table.shape[1], parts, launch.scale,
-        scoring.softcap, scoring.window, whole=parts == 1, **launch.constants,
+        launch.q, pages.keys, pages.values, pages.table, starts, begins, scoring.sinks if whole else None,
+        out if whole else part_out, part_lse, *launch.q.stride()[:3], launch.queries, launch.kv_heads,
+        pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window, whole=whole, **launch.constants,
     )  # fmt: skip
+    if not whole:
+        launch.merge(part_out, part_lse, parts, out, begins)
     return out
 
 
@@ -326,13 +307,14 @@ def attend_tree(
     assert mask.stride(2) == 1 or nodes == 1
     launch = _Launch(q, pages, scoring)
     parts = 1 + launch.part_count(pages.span - nodes, beside=1)
-    out, shared = launch.outputs(parts)
+    out, part_out, part_lse = launch.outputs(parts)
     tree_parts[(launch.programs, launch.tiles, parts)](
-        launch.q, pages.keys, pages.values, pages.table, lengths, mask.view(torch.uint8), depths, scoring.sinks, out,
-        *shared, *launch.q.stride()[:3], *mask.stride()[:2], 0 if depths is None else depths.stride(0),
+        launch.q, pages.keys, pages.values, pages.table, lengths, mask.view(torch.uint8), depths, part_out,
+        part_lse, *launch.q.stride()[:3], *mask.stride()[:2], 0 if depths is None else depths.stride(0),
         launch.queries, nodes, launch.kv_heads, pages.table.shape[1], parts, launch.scale, scoring.softcap,
         scoring.window, **launch.constants,
     )  # fmt: skip
+    launch.merge(part_out, part_lse, parts, out)
     return out
 
 
@@ -370,23 +352,24 @@ class _Launch:
         wanted = triton.cdiv(2 * _processors(self.q.device), self.tiles * self.programs)
         return max(1, min(wanted, triton.cdiv(keys, PART_KEYS), MAX_PARTS - beside))
 
-    def outputs(self, parts: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Allocate the output [B, N, Hq, Dv] and, for several parts, buffers of the parts and their log-sum-exps, with
-        counters of the programs that have arrived at each tile."""
+    def outputs(self, parts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Allocate the output [B, N, Hq, Dv] and, for several parts, buffers of the parts and their log-sum-exps."""
         device = self.q.device
         out = torch.empty(self._shape, dtype=self.q.dtype, device=device)
         if parts == 1:
-            return out, (None, None, None)
+            return out, None, None
         shape = (self.programs, self.queries * self._groups, parts)
         part_out = torch.empty((*shape, self._value_width), dtype=torch.float32, device=device)
-        part_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        return out, (part_out, part_lse, _counters(device, triton.next_power_of_2(self.programs * self.tiles)))
+        return out, part_out, torch.empty(shape, dtype=torch.float32, device=device)
 
-
-@cache
-def _counters(device: torch.device, count: int) -> Tensor:
-    """0 between launches, which follow each other in one stream; one must have run before a graph is captured."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    def merge(
+        self, part_out: Tensor | None, part_lse: Tensor | None, parts: int, out: Tensor, begins: Tensor | None = None
+    ) -> None:
+        merge_parts[(self.programs * self.queries * self._groups,)](
+            part_out, part_lse, begins, self._scoring.sinks, out, self.queries, self.kv_heads, parts,
+            groups=self._groups, value_width=self._value_width, value_wide=self._value_wide,
+            parts_wide=triton.next_power_of_2(parts), **dependent(self.q),
+        )  # fmt: skip
 
 
 @cache
