@@ -167,6 +167,8 @@ def dispatch(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": CPU, "pin_memory": False}
     out = _numbers_of(function, args, kwargs)
+    if about.launches:
+        seen.move(*tensors, *tensors_in(out))
     if about.name in ("_local_scalar_dense", "equal", "is_nonzero"):
         return out
     if about.view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
@@ -261,7 +263,9 @@ def _to_copy(function: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         seen.read("to cpu")
         return function(source.numbers, **kwargs)
     seen.launch("_to_copy")
-    return CudaTensor(_numbers_of(function, (source,), kwargs))
+    out = CudaTensor(_numbers_of(function, (source,), kwargs))
+    seen.move(source, out)
+    return out
 
 
 def _copy_between(to: Tensor, source: Tensor, non_blocking: bool) -> Tensor:

@@ -68,6 +68,7 @@ def _launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: 
     _check_arguments(kernel.__name__, tensors_in((args, kwargs)))
     if not warmup:
         seen.launch(kernel.__name__)
+        seen.move(*tensors_in((args, kwargs)))
 
 
 def _ops() -> dispatch.Ops:

@@ -15,10 +15,11 @@ from typing import Any
 from tests.pretend_cuda.device_checks import wrong
 from tests.pretend_cuda.engine_cases import compare_rounds
 from tests.pretend_cuda.launches import counted
-from tests.pretend_cuda.training_cases import compare_training
+from tests.pretend_cuda.training_cases import compare_training, loss_bytes
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "checks": wrong, "launches": counted, "round": compare_rounds, "training": compare_training,
+    "loss": loss_bytes,
 }  # fmt: skip
 
 if __name__ == "__main__":

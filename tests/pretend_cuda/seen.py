@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 OF_INTEREST = ("/toolkit/", "/transformers/models/", "/transformers/")
 
 
@@ -21,7 +23,7 @@ class CaptureError(RuntimeError):
 class Seen:
     """launches: operations that start a kernel, by name. reads: where the host waited for the device. uploads: where it
     copied from pageable memory, which waits too. pinned: number of uploads from pinned memory, which do not.
-    recordings, replays: of rounds.
+    recordings, replays: of rounds. bytes: of all arguments and results of launches.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -30,15 +32,19 @@ class Seen:
     pinned: int = 0
     recordings: int = 0
     replays: int = 0
+    bytes: int = 0
     capturing: bool = False
 
     def clear(self) -> None:
         """Forget what was launched, read and uploaded. The rest stays."""
         self.launches.clear(), self.reads.clear(), self.uploads.clear()
-        self.pinned = 0
+        self.pinned = self.bytes = 0
 
     def launch(self, name: str) -> None:
         self.launches[name] += 1
+
+    def move(self, *tensors: Tensor) -> None:
+        self.bytes += sum(one.numel() * one.element_size() for one in tensors)
 
     def read(self, what: str) -> None:
         self.reads[self._while_idle(what)] += 1

@@ -27,7 +27,7 @@ READS = {"adaptive": 2}  # a probe of what the head would have drafted reads its
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Of one process, since its start takes longest."""
-    return said_by("pretend_cuda.run", "checks", "launches", ROUND, STEP)
+    return said_by("pretend_cuda.run", "checks", "launches", "loss", ROUND, STEP)
 
 
 @pytest.mark.slow
@@ -112,6 +112,12 @@ def test_a_step_is_that_of_the_cpu(found) -> None:
     check_training(STEP, found[STEP])
     launched = {precision: one["launches"] for precision, one in found[STEP].items()}
     assert all(launched[precision] <= budget for precision, budget in STEP_LAUNCHES.items()), launched
+
+
+@pytest.mark.slow
+def test_the_loss_moves_few_bytes(found) -> None:
+    """Over those of its logits. In a CPU's chunks they are 294: each reads and writes the matrix's gradient."""
+    assert found["loss"]["268435456"] <= 19.3
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,10 +16,11 @@ from tests.pretend_cuda.seen import seen
 from toolkit.data.batches import Batch, Example, collate
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train import loss
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.optimizer import build_optimizer
 from toolkit.train.step import micro_step, supervised_counts
-from toolkit.train.target_side import TargetSide
+from toolkit.train.target_side import TargetSide, TeacherRows
 from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 K, STEPS = 3, 2
@@ -100,4 +102,26 @@ def compare_training(case: str) -> dict[str, dict[str, Any]]:
                 "launches": sum(ours.launches.values()),
                 "kernels": [name for name in KERNELS if name in ours.launches],
             }
+    return found
+
+
+def loss_bytes() -> dict[str, float]:
+    """Bytes that the loss of 4,096 tokens (K = 7, 32,000 draft ids, 4,096 wide, bf16) is given and makes, over those of
+    its logits. By logits of a chunk: a CPU's, and those of a GPU of 80 GB. All sizes are an eighth of these."""
+    rows, ids, width, scale = 4096 * 7 // 8, 32_000 // 8, 4096 // 8, 64
+    generator, found = torch.Generator().manual_seed(3), {}
+    states, matrix, teacher = (
+        torch.randn(n, width, generator=generator).bfloat16() for n in (rows, ids, rows // 7)
+    )  # fmt: skip
+    with pretended_cuda(), training_on_references(), patch.object(loss, "LEAST_CHUNK", 8):
+        states, matrix, teacher = (one.to("cuda").requires_grad_() for one in (states, matrix, teacher))
+        there = TeacherRows(teacher.detach(), *[torch.zeros(len(teacher), device="cuda").long()] * 2,
+                            lambda part: (part @ matrix.detach().T).softmax(-1, dtype=torch.float32))  # fmt: skip
+        for memory in (0, 80 * 2**30):
+            task = loss.DraftLoss("soft_cross_entropy", there, torch.arange(rows) // 7,
+                                  torch.zeros(rows, device="cuda").long(), torch.ones(rows, device="cuda"))  # fmt: skip
+            with patch.object(loss, "chunk_logits", lambda _, n=memory: loss.logits_at_once(n) // scale):
+                seen.clear()
+                task(states, matrix)[0].backward()
+            found[str(loss.logits_at_once(memory))] = round(seen.bytes / (rows * ids * 2), 2)
     return found

@@ -174,6 +174,26 @@ def test_another_shape_is_another_recording(small_target, build, recording):
     engine.close(), eager.close()
 
 
+def test_rounds_draft_the_shape_of_their_number_of_rows(small_target, build, recording):
+    """A tree alone, chains in a batch: each from a recording, the tokens those of plain decoding."""
+    tree, chain = DraftShape.parse("3,3,8"), DraftShape.chain(2)
+    engine = engine_with(small_target, build("eagle3"), "3,3,8", recording, by_rows={1: tree, 4: chain})
+    plain = engine_with(small_target, None, "")
+    seen, begin = set(), engine._rounds.graphs.begin
+
+    def begun(requests):
+        kind = begin(requests)
+        return seen.add((len(requests), kind and kind.shape)) or kind
+
+    engine._rounds.graphs.begin = begun
+    written = [[tokens for tokens, _ in answers(one, "greedy")] for one in (engine, plain)]
+    assert written[0] == written[1]
+    assert {shape for rows, shape in seen if rows == 5} == {chain}, "the shape of the most rows, beyond them too"
+    # Alone after a batch, the head has no more to read than a round of the tree leaves.
+    assert {shape for rows, shape in seen if rows == 1} == {tree}
+    engine.close(), plain.close()
+
+
 def test_a_number_of_the_host_is_noticed(small_target, build, recording, monkeypatch):
     """Else the tests above would say nothing."""
     own = round.forward_tree

@@ -6,12 +6,13 @@ import logging
 import shutil
 
 import pytest
+import torch
 
 from toolkit import LLM
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, Plan
 from toolkit.infer.engine.config import EngineConfig
-from toolkit.infer.load.load_engine import by_rows, load_engine
+from toolkit.infer.load.load_engine import by_rows, choose_drafting, load_engine, load_models
 from toolkit.infer.load.search_file import Found, conditions, merged
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -115,6 +116,26 @@ def test_winners_are_drafted_by_running_rows(searched, caplog, monkeypatch, sett
     if winners is not None:
         assert opened.shape_name == f"by running requests ({by_rows(winners)})" and by_rows(winners) in caplog.text
         assert {event.offered for event in request.events} == {5}, "one row runs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes", "most"),
+    [
+        (("2,4,6", "3,1,4"), {1: DraftShape(2, 4, 6), 4: DraftShape(3, 1, 4)}, DraftShape(3, 4, 6)),
+        (("2,4,6", "plain"), {}, DraftShape(3, 1, 4)),
+    ],
+)
+def test_recorded_rounds_have_the_shape_of_their_rows(searched, monkeypatch, settings, shapes, most):
+    """Where plain decoding won for some rows, one shape is recorded: that of the largest batch."""
+    directory = searched()
+    monkeypatch.setattr(EngineConfig, "why_eager", lambda *_: None)
+    found = read_json(directory / "search.json")
+    for size, setting in zip(("1", "4"), settings, strict=True):
+        found["found"]["greedy"][size] |= {"setting": setting, "shape": BEST[size]["shape"]}
+    write_json(directory / "search.json", found)
+    config = EngineConfig(draft=directory, max_running_requests=16)
+    chosen = choose_drafting(config, *load_models(config, torch.device("cpu")))
+    assert (chosen.shapes, chosen.shape, chosen.adaptive) == (shapes, most, False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ attends to the committed positions and its ancestors. `draft_rollout.py` describ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -92,7 +92,17 @@ class HeadDrafter(Drafter):
                 f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self.to_target)} tokens; "
                 "draft with fewer branches"
             )
-        self.shape = shape
+        self.shape: DraftShape = shape
+        self._by_rows: list[tuple[int, DraftShape]] = []
+
+    def set_shapes(self, by_rows: Mapping[int, DraftShape]) -> None:
+        """Drafts the shape of the smallest number of rows that a round does not exceed, else that of the largest."""
+        self._by_rows = sorted(by_rows.items())
+
+    def take_rows(self, count: int) -> None:
+        """Takes the shape of rounds of `count` rows."""
+        if self._by_rows:
+            self.shape = next((shape for rows, shape in self._by_rows if count <= rows), self._by_rows[-1][1])
 
     def weights_changed(self) -> None:
         self._head.weights_changed()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class Engine:
 
     draft: a head, n-gram lookup, or None for plain decoding.
     shape: the draft shape, in place of the option `shape`; a chain of 4 by default.
+    by_rows: shapes within `shape` for rounds of up to so many rows, of an engine that records its rounds.
     config, options: the options of EngineConfig, by its names; those that load the models are not read. Where one is
         left to the engine, drafts are verified by the target's choices and always have `shape`; `build_engine` chooses
         by what was measured. `deterministic` changes the target's modules in place (batch_invariant.py).
@@ -86,6 +87,7 @@ class Engine:
         shape: DraftShape | None = None,
         config: EngineConfig = DEFAULTS,
         *,
+        by_rows: Mapping[int, DraftShape] | None = None,
         corpus: SuffixAutomaton | None = None,
         capture: Capture | None = None,
         short_lived: bool = False,
@@ -134,6 +136,8 @@ class Engine:
         self._memory = KVMemory(pool, *limits, reuse=config.prefix_cache, states=self._states)
         self.scheduler = Scheduler(rows, chunk, self._memory, together=self._states is None)
         context = RoundContext(forward, self._cache, self._states, head, self.context_length, packed, forced)
+        if by_rows and head is not None:
+            head.set_shapes({rows: self._shape_for(one) for rows, one in by_rows.items()})
         graphs = self._graphs(context, state, capture, short_lived) if recorded else None
         self._prompts = PromptReader(target, forward, self._cache, self.scheduler, self._states, graphs)
         overlap = not config.disable_overlap_schedule

@@ -147,12 +147,11 @@ class GraphRounds:
         """Capture the rounds of the current draft shape, unless parts are captured at their first use. No round may be
         in flight. The largest are captured first, so that the smaller ones reuse their memory."""
         started, self.rows_lost = time.perf_counter(), lambda: None
-        shape = None if self._head is None else self._head.shape
         self._hold()
-        if self._short_lived or (shape is None and self._needs_host):
+        if self._short_lived or (self._head is None and self._needs_host):
             return
         cuts = [None] if self._verifier.draws_drafts else list(SAMPLING_KINDS)
-        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in cuts]
+        kinds = [Kind(bucket, self._shape_at(bucket), cut) for bucket in reversed(self.buckets) for cut in cuts]
         parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
         parts += [Part("forward", 1, source) for source in reversed(self._prompts)]
         before = len(self.made)
@@ -182,6 +181,7 @@ class GraphRounds:
         self._count, self._bucket, self._draft = len(requests), self._bucket_of(len(requests)), None
         self.rows_lost = lambda: None  # the caller sets the rows after this
         self._hold()
+        self._shape_at(len(requests))
         kind = self.kind_of(requests)
         return None if kind is None or any(self._part(part) is None for part in kind.parts) else kind
 
@@ -306,6 +306,13 @@ class GraphRounds:
         if what not in self._said:
             self._said.add(what)
             logger.info("cuda graphs: %s", what)
+
+    def _shape_at(self, count: int) -> DraftShape | None:
+        """What rounds of `count` rows draft from now on; None: nothing."""
+        if self._head is None:
+            return None
+        self._head.take_rows(count)
+        return self._head.shape
 
     def _hold(self) -> None:
         """Allocate the head's input buffers, before anything is captured that reads them. If they have moved, drop all

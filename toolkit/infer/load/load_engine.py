@@ -115,9 +115,10 @@ def build_engine(
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
     Without `shape` and `adaptive` each request has what search.json found fastest for its kind, if that holds here; an
-    engine that records graphs has one setting, that of greedy requests if they were searched. forced, short_lived: see
-    Engine; forced only in a single process. The options that choose and load the models are not read. Raises
-    ConfigError for options that cannot be combined, and the errors of Engine.
+    engine that records graphs has those of greedy requests, if they were searched, and one setting for all numbers of
+    rows where plain or adaptive decoding was the fastest of some. forced, short_lived: see Engine; forced only in a
+    single process. The options that choose and load the models are not read. Raises ConfigError for options that cannot
+    be combined, and the errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_engine(target.device.type)
@@ -128,6 +129,7 @@ def build_engine(
         chosen.draft,
         chosen.shape,
         settled,
+        by_rows=chosen.shapes,
         corpus=read_corpus(config, target) if chosen.lookup else None,
         short_lived=short_lived,
         forced=forced,
@@ -146,7 +148,8 @@ def build_engine(
 
 @dataclass(frozen=True)
 class Drafting:
-    """What an engine drafts. search: what search.json found, if it holds here. winners: see LoadedEngine."""
+    """What an engine drafts. search: what search.json found, if it holds here. winners: see LoadedEngine. shapes:
+    by the largest number of rows that they are for, of recorded rounds; empty: one for all."""
 
     draft: Draft | None
     shape: DraftShape | None = None
@@ -154,6 +157,7 @@ class Drafting:
     lookup: bool = False
     search: Found | None = None
     winners: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    shapes: Mapping[int, DraftShape] = field(default_factory=dict)
 
 
 def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -> Drafting:
@@ -177,11 +181,16 @@ def choose_drafting(config: EngineConfig, target: Target, draft: Draft | None) -
         winners = search.winners(most)
         if recorded and config.cuda_graph_max_bs is not None:
             winners = {}
-        elif recorded:  # rounds of one shape need no host: the fastest of the largest batch
-            best = set(winners[min(winners)].values())
+        elif recorded:  # rounds whose shapes their rows decide need no host
+            kind = min(winners)
+            best = set(winners[kind].values())
             if best == {PLAIN}:
                 logger.info("nothing is drafted: that is the fastest at every batch size in %s", SEARCH)
                 return Drafting(None)
+            shapes = search.shapes(most)
+            if shapes and not config.asks_for_lookup:  # they were measured without it
+                of_kind = {kind: {rows: one.as_text() for rows, one in shapes.items()}}
+                return Drafting(draft, DraftShape.covering(shapes.values()), winners=of_kind, shapes=shapes)
             winners, adaptive = {}, best == {ADAPTIVE}
         elif config.asks_for_lookup:  # they were measured without it
             winners = {}

@@ -66,6 +66,13 @@ class Found:
         size = max((one for one in sizes if one <= batch), default=min(sizes))
         return DraftShape.parse(sizes[size]["shape"])
 
+    def shapes(self, batch: int) -> dict[int, DraftShape]:
+        """Returns the fastest shapes of an engine with at most `batch` rows, by the largest number of rows that they
+        are for; of greedy requests, if they were searched. Empty where plain or adaptive decoding won for some."""
+        sizes = self.winners(batch)[min(self.best)]
+        texts = {size: sizes[size] for size in self.best[min(self.best)] if size in sizes}
+        return {} if {PLAIN, ADAPTIVE} & set(texts.values()) else {n: DraftShape.parse(one) for n, one in texts.items()}
+
     @property
     def largest(self) -> DraftShape:
         """The smallest shape that covers the best ones of all batch sizes: the limit of adaptive drafting."""
