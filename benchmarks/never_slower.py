@@ -1,6 +1,6 @@
 """Adaptive drafting against plain decoding, with a head that is useless (random weights) and with any others.
 
-    python benchmarks/never_slower.py [--draft runs/NAME/ckpt ngram] [--shape 4,1,5 5,4,16]
+    python benchmarks/never_slower.py [--draft runs/NAME/ckpt ngram] [--shape 4,1,5 5,4,16] [--batch 1 4 16]
 
 Both engines answer the same groups of prompts in turns, so that what else the machine does hits them alike. Each has a
 target of its own: plain decoding pays for none of the head's hooks. The ratio counts decoding only.
@@ -32,7 +32,7 @@ from toolkit.infer.request.request import summarise
 from toolkit.targets.load import read_target
 
 RANDOM, RANDOM_IDS = "random head", 8192  # ids that it drafts from, at most
-COLUMNS = ("draft", "shape", "ratio", "interval", "worst_group_ratio", "accept_length", "drafted_steps")
+COLUMNS = ("batch", "draft", "shape", "ratio", "interval", "worst_group_ratio", "accept_length", "drafted_steps")
 DEFINITIONS = {
     "ratio": "seconds of decoding / plain decoding's for as many tokens of the same prompts; 95 % bootstrap interval "
     f"over groups, null below {LEAST_GROUPS} groups",
@@ -41,7 +41,7 @@ DEFINITIONS = {
 }
 
 
-def engine_of(args: argparse.Namespace, name: str | None, shape: DraftShape) -> Engine:
+def engine_of(args: argparse.Namespace, name: str | None, shape: DraftShape, batch: int) -> Engine:
     """Plain (name None), or with adaptive drafting by a head, as load_engine does it; one is in no directory."""
     target, draft = read_target(args.target, dtype=args.dtype), None
     if name is not None:
@@ -50,7 +50,7 @@ def engine_of(args: argparse.Namespace, name: str | None, shape: DraftShape) -> 
         draft = fit_draft(unfitted, target)
     pack(target, draft)
     options: dict[str, Any] = {} if name is None else {"adaptive": True}
-    return Engine(target, draft, None if name is None else shape, max_running_requests=args.batch, **options)
+    return Engine(target, draft, None if name is None else shape, max_running_requests=batch, **options)
 
 
 def row_of(mine: Sequence[Round], plain: Sequence[Round], name: str, shape: DraftShape, batch: int) -> Row:
@@ -76,26 +76,30 @@ def row_of(mine: Sequence[Round], plain: Sequence[Round], name: str, shape: Draf
     }
 
 
-def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> Row:
+def measure(args: argparse.Namespace, name: str, shape: DraftShape, batch: int) -> Row:
     """The row of one head and shape."""
-    print(f"{name}, {shape.name}, batch {args.batch}", file=sys.stderr)
-    with closing(engine_of(args, None, shape)) as plain, closing(engine_of(args, name, shape)) as adaptive:
+    print(f"{name}, {shape.name}, batch {batch}", file=sys.stderr)
+    with (
+        closing(engine_of(args, None, shape, batch)) as plain,
+        closing(engine_of(args, name, shape, batch)) as adaptive,
+    ):
         modes = [Mode(plain, None, label="plain"), Mode(adaptive, shape, adaptive=True)]
         prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
-        done = run_side_by_side(modes, plain.target.tokenizer, prompts, sampling, batch=args.batch)
+        done = run_side_by_side(modes, plain.target.tokenizer, prompts, sampling, batch=batch)
     mine, others = ([one for one in done if (one.mode == "plain") is wanted] for wanted in (False, True))
-    return row_of(mine, others, name, shape, args.batch)
+    return row_of(mine, others, name, shape, batch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, batch=1, limit=16, max_tokens=128)
+    parser = parser_of(__doc__, batch=[1, 4, 16], limit=16, max_tokens=128)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", nargs="*", default=[], help="draft directories or ngram, beside the random head")
     parser.add_argument("--shape", nargs="+", default=["4,1,5", "5,4,16"], help="the largest shapes (both by default)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     args = parser.parse_args(argv)
     set_threads()
-    rows = [measure(args, name, DraftShape.parse(text)) for name in (RANDOM, *args.draft) for text in args.shape]
+    heads = [(name, DraftShape.parse(text)) for name in (RANDOM, *args.draft) for text in args.shape]
+    rows = [measure(args, *head, batch) for batch in args.batch for head in heads]
     show(rows, COLUMNS, "decoding with drafts / plain decoding, same prompts, in turns (lower is better)")
     leave(args, "engine", "engine-never-slower", settings_of(args), rows, definitions=DEFINITIONS)
     return 0

@@ -104,10 +104,12 @@ def engine(record: Record) -> str:
 
 def never_slower(record: Record) -> str:
     """Adaptive drafting's seconds over plain decoding's, per draft, shape and batch size."""
-    groups = record["settings"]["limit"] // record["settings"]["batch"]
+    prompts = record["settings"]["limit"]
     cells = {
         "draft": value("draft"), "at most": named("shape"), "batch": value("batch"),
-        "seconds over plain decoding's": lambda row: with_interval(row["ratio"], row["interval"], groups, "x"),
+        "seconds over plain decoding's": lambda row: with_interval(
+            row["ratio"], row["interval"], prompts // row["batch"], "x"
+        ),
         "drafted steps": lambda row: share_text(row["drafted_steps"]), ACCEPT_LENGTH: rounded("accept_length"),
     }  # fmt: skip
     return lines(record["rows"], cells)
