@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
-from toolkit.bench.prompts import builtin_prompts, limited, read_prompts
+from toolkit.bench.prompts import Prompt, builtin_prompts, limited, read_prompts
 from toolkit.bench.records import command_line, machine_name, make_record, read_record, write_record
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -97,15 +97,20 @@ def target_of(args: argparse.Namespace, head: DraftCheckpoint | None) -> tuple[s
     return (args.target or DEMO_NAME, None) if args.target or head is None else stated_target(head)
 
 
-def questions(limit: int, most: int = 1, file: str | None = None) -> list[str]:
-    """First turns of a file in MT-bench's field style, or of the built-in prompts, `limit` of them evenly over tasks.
+def prompts_of(limit: int, most: int = 1, file: str | None = None) -> list[Prompt]:
+    """Those of a file in MT-bench's field style, or the built-in ones, `limit` of them evenly over tasks.
 
     most: the largest batch. Raises BenchError where they do not fill one, and DataError.
     """
     found = limited(builtin_prompts() if file is None else read_prompts(file), limit)
     if most > len(found):
         raise BenchError(f"--batch {most} needs so many prompts, {len(found)} came; raise --limit")
-    return [prompt.turns[0] for prompt in found]
+    return found
+
+
+def questions(limit: int, most: int = 1, file: str | None = None) -> list[str]:
+    """The first turns of `prompts_of`."""
+    return [prompt.turns[0] for prompt in prompts_of(limit, most, file)]
 
 
 def asked_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

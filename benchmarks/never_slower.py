@@ -3,7 +3,8 @@
     python benchmarks/never_slower.py [--draft runs/NAME/ckpt ngram] [--shape 4,1,5 5,4,16] [--batch 1 4 16]
 
 Both engines answer the same groups of prompts in turns, so that what else the machine does hits them alike. Each has a
-target of its own: plain decoding pays for none of the head's hooks. The ratio counts decoding only.
+target of its own: plain decoding pays for none of the head's hooks. The ratio counts decoding only. The head drafts
+alone: lookup, which `toolkit serve` has beside it, would hide what it costs.
 Writes benchmarks/results/engine-never-slower-<hardware>.json.
 """
 
@@ -16,11 +17,10 @@ from contextlib import closing
 from typing import Any
 
 from gpu import random_head
-from harness import Row, leave, parser_of, ratio, set_threads, settings_of, show
+from harness import Row, leave, parser_of, prompts_of, ratio, set_threads, settings_of, show
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import LEAST_GROUPS
-from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.rows import number
 from toolkit.bench.side_by_side import Mode, Round, Sampling, run_side_by_side
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -34,6 +34,7 @@ from toolkit.targets.load import read_target
 RANDOM, RANDOM_IDS = "random head", 8192  # ids that it drafts from, at most
 COLUMNS = ("batch", "draft", "shape", "ratio", "interval", "worst_group_ratio", "accept_length", "drafted_steps")
 DEFINITIONS = {
+    "batch": "conversations at a time; groups: how many such groups were timed",
     "ratio": "seconds of decoding / plain decoding's for as many tokens of the same prompts; 95 % bootstrap interval "
     f"over groups, null below {LEAST_GROUPS} groups",
     "drafted_steps": "share of verify steps in which anything was drafted",
@@ -42,7 +43,7 @@ DEFINITIONS = {
 
 
 def engine_of(args: argparse.Namespace, name: str | None, shape: DraftShape, batch: int) -> Engine:
-    """Plain (name None), or with adaptive drafting by a head, as load_engine does it; one is in no directory."""
+    """Plain (name None), or with adaptive drafting by a head; the random one is in no directory."""
     target, draft = read_target(args.target, dtype=args.dtype), None
     if name is not None:
         size = min(RANDOM_IDS, target.vocab_size // 2)
@@ -63,6 +64,7 @@ def row_of(mine: Sequence[Round], plain: Sequence[Round], name: str, shape: Draf
         "engine": "ours-adaptive",
         "version": __version__,
         "batch": batch,
+        "groups": len(mine),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -77,14 +79,14 @@ def row_of(mine: Sequence[Round], plain: Sequence[Round], name: str, shape: Draf
 
 
 def measure(args: argparse.Namespace, name: str, shape: DraftShape, batch: int) -> Row:
-    """The row of one head and shape."""
+    """The row of one head, shape and batch size. Raises BenchError where there are fewer prompts than rows."""
     print(f"{name}, {shape.name}, batch {batch}", file=sys.stderr)
     with (
         closing(engine_of(args, None, shape, batch)) as plain,
         closing(engine_of(args, name, shape, batch)) as adaptive,
     ):
         modes = [Mode(plain, None, label="plain"), Mode(adaptive, shape, adaptive=True)]
-        prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
+        prompts, sampling = prompts_of(args.limit, batch, args.prompts), Sampling(args.max_tokens, 0.0, 0)
         done = run_side_by_side(modes, plain.target.tokenizer, prompts, sampling, batch=batch)
     mine, others = ([one for one in done if (one.mode == "plain") is wanted] for wanted in (False, True))
     return row_of(mine, others, name, shape, batch)
@@ -95,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", nargs="*", default=[], help="draft directories or ngram, beside the random head")
     parser.add_argument("--shape", nargs="+", default=["4,1,5", "5,4,16"], help="the largest shapes (both by default)")
+    parser.add_argument("--prompts", help="a file in MT-bench's field style (default: the built-in prompts)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     args = parser.parse_args(argv)
     set_threads()

@@ -104,11 +104,10 @@ def engine(record: Record) -> str:
 
 def never_slower(record: Record) -> str:
     """Adaptive drafting's seconds over plain decoding's, per draft, shape and batch size."""
-    prompts = record["settings"]["limit"]
     cells = {
         "draft": value("draft"), "at most": named("shape"), "batch": value("batch"),
         "seconds over plain decoding's": lambda row: with_interval(
-            row["ratio"], row["interval"], prompts // row["batch"], "x"
+            row["ratio"], row["interval"], row["groups"], "x"
         ),
         "drafted steps": lambda row: share_text(row["drafted_steps"]), ACCEPT_LENGTH: rounded("accept_length"),
     }  # fmt: skip

@@ -181,7 +181,7 @@ class GraphRounds:
         self._count, self._bucket, self._draft = len(requests), self._bucket_of(len(requests)), None
         self.rows_lost = lambda: None  # the caller sets the rows after this
         self._hold()
-        self._shape_at(len(requests))
+        self._shape_at(self.padded(len(requests)))
         kind = self.kind_of(requests)
         return None if kind is None or any(self._part(part) is None for part in kind.parts) else kind
 
