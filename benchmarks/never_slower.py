@@ -5,6 +5,7 @@
 Both engines answer the same groups of prompts in turns, so that what else the machine does hits them alike. Each has a
 target of its own: plain decoding pays for none of the head's hooks. The ratio counts decoding only. The head drafts
 alone: lookup, which `toolkit serve` has beside it, would hide what it costs.
+A batch size has --limit prompts, or as many as its interval needs, if there are so many.
 Writes benchmarks/results/engine-never-slower-<hardware>.json.
 """
 
@@ -86,7 +87,8 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape, batch: int) 
         closing(engine_of(args, name, shape, batch)) as adaptive,
     ):
         modes = [Mode(plain, None, label="plain"), Mode(adaptive, shape, adaptive=True)]
-        prompts, sampling = prompts_of(args.limit, batch, args.prompts), Sampling(args.max_tokens, 0.0, 0)
+        limit = max(args.limit, LEAST_GROUPS * batch)
+        prompts, sampling = prompts_of(limit, batch, args.prompts), Sampling(args.max_tokens, 0.0, 0)
         done = run_side_by_side(modes, plain.target.tokenizer, prompts, sampling, batch=batch)
     mine, others = ([one for one in done if (one.mode == "plain") is wanted] for wanted in (False, True))
     return row_of(mine, others, name, shape, batch)

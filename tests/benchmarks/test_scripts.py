@@ -115,7 +115,7 @@ def test_never_slower(script, tiny_target_directory, draft_directory, tmp_path) 
     assert script("never_slower").main([*line, "--limit", "2", "--max-tokens", "8", "--out", str(out)]) == 0
     rows = read_record(out, "engine")["rows"]
     assert [(row["batch"], row["groups"], row["draft"]) for row in rows] == [
-        (batch, groups, draft) for batch, groups in ((1, 2), (2, 1)) for draft in ("random head", str(draft_directory))
+        (batch, groups, draft) for batch, groups in ((1, 5), (2, 5)) for draft in ("random head", str(draft_directory))
     ]
     assert all(row["ratio"] > 0 for row in rows)
 
