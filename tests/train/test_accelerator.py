@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import build_target
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.pipeline import train_entry
 from toolkit.train import loop
 from toolkit.train.accelerator import (
@@ -83,8 +84,13 @@ def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path):
         check_weights(accelerator, model, 5, tmp_path)
 
 
-def test_the_checksum_knows_each_weight():
+def test_the_checksum_knows_each_weight(tiny_target_directory):
     """A training on other weights of the same name and configuration would go on from the old states."""
+    int8, other = (load_target(tiny_target_directory, quantization="int8") for _ in range(2))
+    assert weights_checksum(int8, SimpleNamespace()) == weights_checksum(other, SimpleNamespace())
+    layer = other.layers[1].mlp.up_proj
+    layer.set_weight(layer.weight * (1.0 + torch.arange(layer.out_features)[:, None] % 2))
+    assert weights_checksum(int8, SimpleNamespace()) != weights_checksum(other, SimpleNamespace())
     target, alone = build_target(layers=4), SimpleNamespace()
     before = weights_checksum(target, alone)
     assert before == weights_checksum(build_target(layers=4), alone)

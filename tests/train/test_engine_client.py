@@ -211,6 +211,8 @@ def test_shares_make_the_same_file(processes, model):
     drafts = [one._share_head(STEP, model) for one in group]
     for draft in drafts:
         assert all(torch.equal(mine, theirs) for mine, theirs in _pairs(draft.head, model.head))
+    killed = processes(2, "many")[1]
+    killed._write_shares(STEP, drafts[0])  # of a run with two processes, whose shares are other ones
     for one, draft in zip(group, drafts, strict=True):
         one._write_shares(STEP, draft)
     group[0]._gather_shares(STEP)

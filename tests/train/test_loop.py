@@ -218,6 +218,7 @@ def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
 ON_POLICY = (
     *("train.max_steps=16", "train.on_policy.every=6", "train.save_every=100", "train.evaluation.eval_every=4"),
     *("train.evaluation.real_every=8", "train.evaluation.real_prompts=2", "train.evaluation.real_max_tokens=12"),
+    "target.quantization=int8",
 )
 
 
@@ -234,8 +235,8 @@ def test_killed_while_it_writes_fresh_rollouts(tiny_chat_run, tmp_path):
     training = load_draft(whole / "ckpt").meta["training"]
     best = max(measured, key=lambda row: (row["real_accept_length"], row["step"]))
     assert (training["best_step"], training["real_accept_length"]) == (best["step"], best["real_accept_length"])
-    _train_until_killed(run, *ON_POLICY, file="fresh/000012.0.jsonl", until="\n")
-    before = (run / "train" / "fresh" / "000012.0.jsonl").read_text().rpartition("\n")[0].splitlines()
+    _train_until_killed(run, *ON_POLICY, file="fresh/000012.0-of-1.jsonl", until="\n")
+    before = (run / "train" / "fresh" / "000012.0-of-1.jsonl").read_text().rpartition("\n")[0].splitlines()
     _assert_same_run(run, _train(run, *ON_POLICY), whole)
     after = (run / "train" / "fresh" / "000012.jsonl").read_text().splitlines()
     assert before and set(before) <= set(after) and len(after) == len(set(after))

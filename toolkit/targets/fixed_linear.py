@@ -105,7 +105,7 @@ def linear_rows(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:
 def check_weights(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise `WeightsError`, with all names, unless `tensors` has a value for every weight of `module`: those of its
     state dict before it was packed or quantised. where: names the source of the tensors in the error."""
-    wanted = _weights(module)
+    wanted = weights_of(module)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             what = "a tensor without values (meta)" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -128,7 +128,7 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     They are moved to the weights' devices first, so that one that cannot be moved changes nothing. Memory: a copy of
     those on another device or of another dtype.
     """
-    wanted = _weights(module)
+    wanted = weights_of(module)
     moved = {name: _moved_to(tensors[name], one) for name, one in wanted.items()}
     for name, one in wanted.items():
         if isinstance(one, Tensor):
@@ -160,7 +160,7 @@ def with_tied(model: PreTrainedModel, tensors: Mapping[str, Tensor], where: str)
     return found
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor | FixedLinear]:
+def weights_of(module: nn.Module) -> dict[str, Tensor | FixedLinear]:
     """By name in the state dict of the unpacked module: the tensor itself, or the layer that holds the weight."""
     found: dict[str, Tensor | FixedLinear] = {}
     for path, part in module.named_modules(remove_duplicate=False):

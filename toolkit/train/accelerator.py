@@ -32,6 +32,7 @@ from toolkit.infer.parallel.sharded_models import divided_target, is_divided, st
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
 from toolkit.targets.cache import fastest_cpu_dtype
+from toolkit.targets.fixed_linear import FixedLinear, weights_of
 from toolkit.targets.load import layer_bytes, load_config, shard_layers
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
@@ -313,13 +314,13 @@ def _tensor_parallel_target(recipe: Recipe, device: str, size: int) -> Target:
 
 @torch.no_grad()
 def weights_checksum(target: Target, accelerator: Accelerator) -> str:
-    """A hash of the target's weights, also of sharded ones: the sums of each tensor's bits, which are exact whatever
-    the order and the number of parts. All processes must call this."""
+    """A hash of the target's weights, also of sharded ones, and of quantised ones as plain ones: the sums of each
+    tensor's bits, which are exact whatever the order and the number of parts. All processes must call this."""
     sums = []
     divided = tuple(f"{path}." for path, module in target.model.named_modules() if is_divided(module))
-    for name, value in target.model.state_dict().items():
-        sharded = isinstance(value, DTensor)
-        local = value.to_local() if sharded else value
+    for name, one in weights_of(target.model).items():
+        value = one.weight if isinstance(one, FixedLinear) else one.detach()
+        local = value.to_local() if (sharded := isinstance(value, DTensor)) else value
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
         bits = local.contiguous().view(whole).sum(dtype=torch.int64)
         if name.startswith(divided):

@@ -225,8 +225,8 @@ class FreshRollouts:
         with_engine(write, config, self.target, draft)
 
     def _gather_shares(self, step: int) -> None:
-        """Write the statistics and one file of all shares, then delete the shares. A resumed run repeats this after a
-        kill at any point.
+        """Write the statistics and one file of all shares, then delete the shares and the head. A resumed run repeats
+        this after a kill at any point.
 
         Memory: the rows of one step, one for each prompt.
         """
@@ -242,13 +242,12 @@ class FreshRollouts:
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
             for row in rows:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
-        for one in shares:
-            for done in (one.rows, one.skipped, one.stats):
-                done.unlink(missing_ok=True)
-        (self.folder / f"{step:06d}.head.safetensors").unlink(missing_ok=True)
+        for done in set(self.folder.glob(f"{step:06d}.*")) - {path}:
+            done.unlink()
 
     def _share_path(self, step: int, rank: int) -> Path:
-        return self.folder / f"{step:06d}.{rank}.jsonl"
+        # Of so many processes: those of a killed run with another number have other prompts in each.
+        return self.folder / f"{step:06d}.{rank}-of-{self.accelerator.num_processes}.jsonl"
 
 
 def _stats_path(path: Path) -> Path:
