@@ -74,6 +74,17 @@ def test_only_counts_are_small_and_the_user_may_choose_them(recipe: Path) -> Non
     assert rehearsed(recipe, ["run_dir=other"])[1:] == (None, ["run_dir=other"])
 
 
+@pytest.mark.parametrize("sources", [["chats.jsonl"], ["hub:org/chats"], []])
+def test_a_users_sources_are_read_and_never_written(recipe: Path, sources: list[str]) -> None:
+    Path("chats.jsonl").write_text("mine", encoding="utf-8")
+    small, _, _ = rehearsed(recipe, ["target.model=stand-in:tiny", f"prompts.sources={json.dumps(sources)}"])
+    write_prompts(small)
+    assert small.prompts.sources == tuple(sources)
+    assert Path("chats.jsonl").read_text(encoding="utf-8") == "mine"
+    assert {one.name for one in recipe.parent.iterdir()} == {"big.yaml", "chats.jsonl", "runs"}
+    assert small.prompts.limit == 80, "4 steps of 16 without 20 %"
+
+
 def test_the_stages_run_and_their_times_are_those_of_the_whole_recipe(recipe: Path, capsys) -> None:
     options = ["target.model=stand-in:tiny", "rollouts.max_tokens=8"]
     assert main(["run", str(recipe), *options, "--until", "token_map"]) == 0

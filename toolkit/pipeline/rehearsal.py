@@ -1,8 +1,8 @@
 """A rehearsal of a recipe: `toolkit run RECIPE target.model=stand-in:qwen3-8b` runs all six stages with random weights.
 
 What decides memory and speed stays as in the recipe: lengths, batches, layers, precision, processes. Only the counts
-are small, and the built-in prompts take the place of the recipe's sources. At the end each stage's time is multiplied
-by the counts of the recipe.
+are small, and the built-in prompts take the place of the recipe's sources, unless an override names some. At the end
+each stage's time is multiplied by the counts of the recipe.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from toolkit.weights import read_json
 STEPS = 4  # of the optimizer; the first one is slower than the others
 HELD_OUT = 0.1
 BENCH_PROMPTS = 4
+BUILT_IN = 40  # prompts of the bench
 
 
 def rehearsed(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe | None, list[str]]:
@@ -31,14 +32,14 @@ def rehearsed(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe | No
     if not whole.target.model.startswith("stand-in:"):
         return whole, None, list(overrides)
     given = [*_small_counts(whole), *overrides, f"run_dir={whole.run_dir}-rehearsal"]
+    given.insert(0, f"prompts.limit={_count_of_prompts(load_recipe(path, given))}")  # the user's sources may be large
     return load_recipe(path, given), whole, given
 
 
 def _small_counts(recipe: Recipe) -> list[str]:
     train = recipe.train
     counts = {
-        "prompts.sources": json.dumps([str(_prompts_of(recipe))]),
-        "prompts.limit": "null",
+        "prompts.sources": json.dumps([str(_prompts_of(f"{recipe.run_dir}-rehearsal"))]),
         "prompts.synthesize": 0,
         "rollouts.held_out": HELD_OUT,
         "rollouts.server": "[]",
@@ -56,19 +57,23 @@ def _small_counts(recipe: Recipe) -> list[str]:
     return [f"{key}={value}" for key, value in counts.items()]
 
 
-def _prompts_of(recipe: Recipe) -> Path:
-    return Path(f"{recipe.run_dir}-rehearsal") / "built_in_prompts.jsonl"
+def _prompts_of(run_dir: str) -> Path:
+    return Path(run_dir) / "built_in_prompts.jsonl"
+
+
+def _count_of_prompts(recipe: Recipe) -> int:
+    """As many as the steps take."""
+    steps = recipe.train.max_steps or STEPS
+    return max(BUILT_IN, math.ceil(steps * recipe.train.data.global_batch / (1 - 2 * HELD_OUT)))
 
 
 def write_prompts(recipe: Recipe) -> None:
-    """Write as many prompts as the steps take; the built-in ones are used again and again, each time with a number."""
+    """Write the built-in prompts to the run folder; they are used again and again, each time with a number."""
     from toolkit.bench.prompts import builtin_prompts  # loads torch; only a rehearsal does
 
-    path, texts = Path(recipe.prompts.sources[0]), [one.turns[0] for one in builtin_prompts()]
-    steps = recipe.train.max_steps or STEPS
-    count = max(len(texts), math.ceil(steps * recipe.train.data.global_batch / (1 - 2 * HELD_OUT)))
+    path, texts = _prompts_of(recipe.run_dir), [one.turns[0] for one in builtin_prompts()]
     lines = []
-    for at in range(count):
+    for at in range(_count_of_prompts(recipe)):
         again, place = divmod(at, len(texts))
         text = texts[place] if not again else f"{texts[place]} ({again})"
         lines.append(json.dumps({"id": f"built-in-{at}", "messages": [{"role": "user", "content": text}]}) + "\n")
@@ -102,7 +107,7 @@ def _estimates(run: Run, whole: Recipe) -> Iterator[tuple[str, str]]:
     text = f"{steps:,} steps of {each:.2f} s, {rate:,.0f} supervised tokens/s, without its evaluations"
     yield "train", f"{_time(steps * each)}: {text}"
     yield "memory", f"{max(row['peak_memory_bytes'] for row in rows) / 1e9:.1f} GB in a training process at its peak"
-    prompts = whole.bench.limit or (40 if whole.bench.prompts is None else None)
+    prompts = whole.bench.limit or (BUILT_IN if whole.bench.prompts is None else None)
     if prompts is not None:
         factor = prompts / (run.recipe.bench.limit or BENCH_PROMPTS)
         yield "measure", f"at most {_time(seconds['measure'] * factor)} for {prompts} prompts"
