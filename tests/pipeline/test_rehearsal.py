@@ -97,9 +97,11 @@ def test_the_stages_run_and_their_times_are_those_of_the_whole_recipe(recipe: Pa
     steps = [{"seconds_per_step": one, "tokens_per_s": 100.0, "peak_memory_bytes": 2e9} for one in (60.0, 2.0, 2.0)]
     (run.folder / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps), encoding="utf-8")
     for folder, seconds in (("rollouts", 8.0), ("bench", 30.0)):
-        write_json(run.folder / folder / FILE_NAME, {"seconds": seconds})
+        write_json(run.folder / folder / FILE_NAME, {"seconds": seconds, "sessions": 1})
     text = estimate(run, whole)
     assert "at most 8.3 min for 5,000 conversations" in text  # 80 took 8 s
     assert "19.8 min: 594 steps of 2.00 s" in text  # 2 epochs of 5,000 without 5 % held out, by 16
     assert "2.0 GB" in text
     assert "at most 5.0 min for 40 prompts" in text  # 4 took 30 s
+    write_json(run.folder / "rollouts" / FILE_NAME, {"stage": "rollouts", "seconds": 1.0, "sessions": 2})
+    assert "rollouts   not known, because the stage was resumed; --force rollouts" in estimate(run, whole)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from toolkit.jsonl import read_rows
 from toolkit.pipeline.run import METRICS, PROMPTS, ROLLOUTS_STATS, Run
@@ -90,7 +91,7 @@ def estimate(run: Run, whole: Recipe) -> str:
 
 def _estimates(run: Run, whole: Recipe) -> Iterator[tuple[str, str]]:
     folders = {"rollouts": "rollouts", "measure": "bench"}
-    seconds = {name: read_json(run.folder / folder / FILE_NAME)["seconds"] for name, folder in folders.items()}
+    made = {name: read_json(run.folder / folder / FILE_NAME) for name, folder in folders.items()}
     known = whole.prompts.limit is not None or not whole.prompts.sources
     count = (whole.prompts.limit or 0) + whole.prompts.synthesize if known else 1000
     unit = f"{count:,} conversations" + ("" if known else " (the sources have no limit: times grow with their number)")
@@ -98,8 +99,8 @@ def _estimates(run: Run, whole: Recipe) -> Iterator[tuple[str, str]]:
     answers, here = written["rollouts"], len(list(read_rows(run.folder / PROMPTS)))
     if whole.prompts.synthesize:
         yield "prompts", f"not rehearsed: the target writes {whole.prompts.synthesize:,} of them itself"
-    said = f"{answers} answers, {written['response_tokens']:,} tokens in {seconds['rollouts']:.0f} s"
-    yield "rollouts", f"at most {_time(seconds['rollouts'] / here * count)} for {unit}; here {said}"
+    said = f"{answers} answers, {written['response_tokens']:,} tokens in {made['rollouts']['seconds']:.0f} s"
+    yield "rollouts", _at_most(made["rollouts"], count / here, f"{unit}; here {said}")
     rows = [row for _, row in read_rows(run.folder / METRICS) if "seconds_per_step" in row]
     each, batch = median(row["seconds_per_step"] for row in rows[1:] or rows), whole.train.data.global_batch
     rate = median(row["tokens_per_s"] for row in rows[1:] or rows)
@@ -110,7 +111,13 @@ def _estimates(run: Run, whole: Recipe) -> Iterator[tuple[str, str]]:
     prompts = whole.bench.limit or (BUILT_IN if whole.bench.prompts is None else None)
     if prompts is not None:
         factor = prompts / (run.recipe.bench.limit or BENCH_PROMPTS)
-        yield "measure", f"at most {_time(seconds['measure'] * factor)} for {prompts} prompts"
+        yield "measure", _at_most(made["measure"], factor, f"{prompts} prompts")
+
+
+def _at_most(made: dict[str, Any], factor: float, what: str) -> str:
+    if made["sessions"] > 1:  # the manifest has the seconds of the last session alone
+        return f"not known, because the stage was resumed; --force {made['stage']} times it anew"
+    return f"at most {_time(made['seconds'] * factor)} for {what}"
 
 
 def _time(seconds: float) -> str:
