@@ -19,13 +19,14 @@ from toolkit.weights import write_json
 
 RECIPE = """
 name: big
-target: {model: org/big}
+target: {model: org/big, revision: abc}
 prompts: {sources: ["hub:org/chats"], limit: 5000}
 rollouts: {max_tokens: 24, max_running_requests: 8}
 token_map: {size: 300}
 train:
   epochs: 2
   data: {global_batch: 16, micro_batch: 2}
+  on_policy: {every: 200, prompts: 3000}
 bench: {shapes: ["adaptive", "2,1,3"]}
 """
 
@@ -67,6 +68,7 @@ def test_only_counts_are_small_and_the_user_may_choose_them(recipe: Path) -> Non
     assert small.train.max_steps == 7
     assert small.rollouts.max_tokens == whole.rollouts.max_tokens
     assert small.train.data == whole.train.data
+    assert (small.train.on_policy.every, small.train.on_policy.prompts) == (2, None)
     assert not Path(small.run_dir).exists(), "--print-config writes nothing"
     write_prompts(small)
     prompts = Path(small.prompts.sources[0]).read_text(encoding="utf-8").splitlines()

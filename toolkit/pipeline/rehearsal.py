@@ -40,6 +40,7 @@ def rehearsed(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe | No
 def _small_counts(recipe: Recipe) -> list[str]:
     train = recipe.train
     counts = {
+        "target.revision": "null",  # of the real model; a stand-in has its own
         "prompts.sources": json.dumps([str(_prompts_of(f"{recipe.run_dir}-rehearsal"))]),
         "prompts.synthesize": 0,
         "rollouts.held_out": HELD_OUT,
@@ -50,6 +51,7 @@ def _small_counts(recipe: Recipe) -> list[str]:
         "train.evaluation.real_every": STEPS if train.evaluation.real_every else "null",
         "train.save_every": STEPS,
         "train.on_policy.every": STEPS // 2 if train.on_policy.every else "null",
+        "train.on_policy.prompts": "null",
         "train.tracking.wandb": "false",
         "bench.prompts": "null",
         "bench.limit": BENCH_PROMPTS,
