@@ -19,13 +19,14 @@ from toolkit.weights import write_json
 
 RECIPE = """
 name: big
-target: {model: org/big}
+target: {model: org/big, revision: abc}
 prompts: {sources: ["hub:org/chats"], limit: 5000}
 rollouts: {max_tokens: 24, max_running_requests: 8}
 token_map: {size: 300}
 train:
   epochs: 2
   data: {global_batch: 16, micro_batch: 2}
+  on_policy: {every: 200, prompts: 3000}
 bench: {shapes: ["adaptive", "2,1,3"]}
 """
 
@@ -67,11 +68,23 @@ def test_only_counts_are_small_and_the_user_may_choose_them(recipe: Path) -> Non
     assert small.train.max_steps == 7
     assert small.rollouts.max_tokens == whole.rollouts.max_tokens
     assert small.train.data == whole.train.data
+    assert (small.train.on_policy.every, small.train.on_policy.prompts) == (2, None)
     assert not Path(small.run_dir).exists(), "--print-config writes nothing"
     write_prompts(small)
     prompts = Path(small.prompts.sources[0]).read_text(encoding="utf-8").splitlines()
     assert len(prompts) * (1 - small.rollouts.held_out) >= 7 * small.train.data.global_batch
     assert rehearsed(recipe, ["run_dir=other"])[1:] == (None, ["run_dir=other"])
+
+
+@pytest.mark.parametrize("sources", [["chats.jsonl"], ["hub:org/chats"], []])
+def test_a_users_sources_are_read_and_never_written(recipe: Path, sources: list[str]) -> None:
+    Path("chats.jsonl").write_text("mine", encoding="utf-8")
+    small, _, _ = rehearsed(recipe, ["target.model=stand-in:tiny", f"prompts.sources={json.dumps(sources)}"])
+    write_prompts(small)
+    assert small.prompts.sources == tuple(sources)
+    assert Path("chats.jsonl").read_text(encoding="utf-8") == "mine"
+    assert {one.name for one in recipe.parent.iterdir()} == {"big.yaml", "chats.jsonl", "runs"}
+    assert small.prompts.limit == 80, "4 steps of 16 without 20 %"
 
 
 def test_the_stages_run_and_their_times_are_those_of_the_whole_recipe(recipe: Path, capsys) -> None:
@@ -86,9 +99,11 @@ def test_the_stages_run_and_their_times_are_those_of_the_whole_recipe(recipe: Pa
     steps = [{"seconds_per_step": one, "tokens_per_s": 100.0, "peak_memory_bytes": 2e9} for one in (60.0, 2.0, 2.0)]
     (run.folder / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps), encoding="utf-8")
     for folder, seconds in (("rollouts", 8.0), ("bench", 30.0)):
-        write_json(run.folder / folder / FILE_NAME, {"seconds": seconds})
+        write_json(run.folder / folder / FILE_NAME, {"seconds": seconds, "sessions": 1})
     text = estimate(run, whole)
     assert "at most 8.3 min for 5,000 conversations" in text  # 80 took 8 s
     assert "19.8 min: 594 steps of 2.00 s" in text  # 2 epochs of 5,000 without 5 % held out, by 16
     assert "2.0 GB" in text
     assert "at most 5.0 min for 40 prompts" in text  # 4 took 30 s
+    write_json(run.folder / "rollouts" / FILE_NAME, {"stage": "rollouts", "seconds": 1.0, "sessions": 2})
+    assert "rollouts   not known, because the stage was resumed; --force rollouts" in estimate(run, whole)
