@@ -93,7 +93,7 @@ def test_the_table_of_the_docs():
         assert row in page
 
 
-def test_processes_that_share_rows_or_the_target_need_less():
+def test_processes_that_share_rows_or_the_target_need_less(monkeypatch):
     own = ["train.precision=bf16", "train.evaluation.real_every=null", "train.data.pack=false"]
     settings = load_recipe(REPOSITORY / "recipes" / "qwen3-8b.yaml", own).train
     memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
@@ -103,6 +103,9 @@ def test_processes_that_share_rows_or_the_target_need_less():
         return memory.needed(replace(settings, data=data, **changes), 8).total / 1e9
 
     assert gb(1, target="tensor") == gb(1, target="sharded") < gb(1) - 10
+    with monkeypatch.context() as two_machines:
+        two_machines.setenv("LOCAL_WORLD_SIZE", "4")
+        assert gb(1, target="tensor") > gb(1, target="sharded") + 1
     assert gb(8) < gb(1) - 3
     large = replace(settings, head=HeadSettings(kind="mtp", layers=7))  # 1.6 billion weights, of which a billion gather
     two, three = (memory.needed(large, 8, stage) for stage in (2, 3))

@@ -72,7 +72,8 @@ class TrainingMemory:
         counts, drafted = count_parameters(facts.config), plan.token_map.size
         bits, of_experts = self.bits or (8 * self.weight, None)
         layers = (counts["body"] * bits + counts["experts"] * (of_experts or bits)) / 8
-        parts = 1 if settings.target == "replicated" else processes
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # those of one machine, as in `frozen_target`
+        parts = {"replicated": 1, "sharded": processes, "tensor": neighbours}[settings.target]
         sizes, divided = [one.numel() for one in head.parameters()], zero_stage == 3 and processes > 1
         always = {
             "target": layers / parts + self.weight * (counts["head"] + counts["embedding"]),
