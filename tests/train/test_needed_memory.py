@@ -79,6 +79,15 @@ def test_refused_before_anything_is_loaded(tiny_run, monkeypatch):
             first()
 
 
+def test_a_recipe_takes_the_advised_settings():
+    """Also one with fresh rollouts, which a sharded target cannot write."""
+    path, own = REPOSITORY / "recipes" / "qwen3-8b.yaml", ["train.on_policy.every=9", "train.on_policy.prompts=5"]
+    memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
+    told = memory.told(load_recipe(path, own).train, 8)
+    advised = [word for line in told.splitlines() for word in line.split(": ")[0].split() if "=" in word]
+    assert "train.target=sharded" in advised and load_recipe(path, [*own, *advised]).train.on_policy.every is None
+
+
 def test_the_table_of_the_docs():
     """Its rows: the target whole where it fits, else sharded."""
     page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")

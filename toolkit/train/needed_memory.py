@@ -119,8 +119,9 @@ class TrainingMemory:
         ]
         whole = replace(settings.evaluation, real_every=None)
         shorter = replace(settings.data, micro_batch=1, max_length=max(3, settings.data.max_length // 2))
+        fresh = " train.on_policy={}" if settings.on_policy != OnPolicySettings() else ""  # all of its settings go
         changes: dict[str, dict[str, Any]] = {
-            "train.target=sharded train.evaluation.real_every=null": {
+            f"train.target=sharded train.evaluation.real_every=null{fresh}": {
                 "target": "sharded", "evaluation": whole, "on_policy": OnPolicySettings(),
             },
             "train.unroll.checkpointing=true": {"unroll": replace(settings.unroll, checkpointing=True)},
@@ -131,7 +132,8 @@ class TrainingMemory:
             after = self.needed(settings, processes, zero_stage).total
             lines += [f"with {text}: {after / GB:.1f} GB"] if after < before else []
         before, after = (self.needed(settings, processes, stage).total for stage in (zero_stage, 3))
-        lines += [f"with --config-file recipes/accelerate/zero3.yaml: {after / GB:.1f} GB"] if after < before else []
+        zero3 = "`toolkit train --config-file recipes/accelerate/zero3.yaml`"  # `toolkit run` has no such option
+        lines += [f"with {zero3}: {after / GB:.1f} GB"] if after < before else []
         return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
