@@ -118,6 +118,9 @@ def test_processes_that_share_rows_or_the_target_need_less(monkeypatch):
         two_machines.setenv("LOCAL_WORLD_SIZE", "4")
         assert gb(1, target="tensor") > gb(1, target="sharded") + 1
     assert gb(8) < gb(1) - 3
+    long = replace(settings, data=replace(settings.data, split_rows=8, micro_batch=1, max_length=131072))
+    at_once = replace(memory, facts=replace(memory.facts, max_context=131072)).needed(long, 8).at_once
+    assert max(at_once.values()) == at_once["a forecast"] > 3 * 7 * 131072 * 4096 * 2  # its row is whole
     large = replace(settings, head=HeadSettings(kind="mtp", layers=7))  # 1.6 billion weights, of which a billion gather
     two, three = (memory.needed(large, 8, stage) for stage in (2, 3))
     assert 8 * three.always["head"] == two.always["head"] and two.total - three.total > 0.7 * GB

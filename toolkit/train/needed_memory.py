@@ -34,7 +34,8 @@ REUSED = 1e9  # DeepSpeed's stage3_max_reuse_distance: weights that so many next
 
 
 class Need(NamedTuple):
-    """Bytes of one process. always: held from the first step to the last. at_once: added by each phase of a step."""
+    """Bytes of one process. always: held from the first step to the last. at_once: added by each phase of a step, and
+    by a forecast."""
 
     always: dict[str, float]
     at_once: dict[str, float]
@@ -86,24 +87,30 @@ class TrainingMemory:
         data = settings.data
         share = max(1, data.global_batch // max(1, processes // data.split_rows))
         rows, length = min(data.micro_batch, share), min(data.max_length, facts.max_context or data.max_length)
+        # Forecasts read whole rows from all roots. (The regression for a new head holds as much, but no moments yet.)
+        whole = [data.micro_batch * length] * settings.unroll.ttt_steps
         length = -(-length // data.split_rows)
         tokens, h = rows * length, plan.config.hidden_size
         later = rows * min(settings.unroll.anchors or length, length)
         full = 0 if plan.config.drafts_at_once else plan.config.mtp_layers
         positions = [tokens if step < full else later for step in range(settings.unroll.ttt_steps)]
-        kept: float = tokens * (width * (plan.config.feature_size + h) + self.weight * facts.hidden_size)
+        read = width * (plan.config.feature_size + h) + self.weight * facts.hidden_size
+        gathered = width * min(sum(sizes), max(REUSED, *sizes)) * divided  # beside the part
+        kept: float = tokens * read + gathered
         kept += kept_by_unroll(plan.config, positions, width, checkpointing=settings.unroll.checkpointing)
         kept += width * updated / processes * (share > data.micro_batch)  # gradients of the micro-batches before
-        kept += width * min(sum(sizes), max(REUSED, *sizes)) * divided  # gathered beside the part
         # The states of all steps: as they are cut out, joined, normed, and their gradients.
         states = 4 * width * h * sum(positions)
         matrix = trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0
         chunk = max(logits_at_once(int(self.memory) if self.on_gpu else 0) // drafted, LEAST_CHUNK)
         logits = min(chunk, sum(positions)) * (width * (drafted + h) + MASTER * drafted / len(positions))
+        forecast = kept_by_unroll(plan.config, whole, width, checkpointing=True, gradients=False)
+        joined = 3 * width * h * sum(whole)  # its states: as they are cut out, joined and normed
         at_once = {
             "unroll and loss": kept + states + (MASTER + width) * matrix + logits,
             "backward": kept + states + width * (2 * matrix + updated),
             "the optimizer's step": (2 * width + MASTER) * updated / processes,
+            "a forecast": whole[0] * read + gathered + max(forecast, joined) + logits,
         }
         return Need(always, at_once)
 
@@ -137,18 +144,22 @@ class TrainingMemory:
         return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
-def kept_by_unroll(config: HeadConfig, positions: list[int], width: int, *, checkpointing: bool) -> float:
-    """Bytes that autograd keeps of an unroll with so many positions at each step. width: bytes of a number.
+def kept_by_unroll(
+    config: HeadConfig, positions: list[int], width: int, *, checkpointing: bool, gradients: bool = True
+) -> float:
+    """Bytes that an unroll keeps with so many positions at each step. width: bytes of a number. gradients: autograd
+    keeps all layers of a pass, else it holds one at a time.
 
     Of a layer: the embedding read, its input (twice H), what attention and MLP add to and read (3 H), the output; query
     and result of the attention, keys and values; gate, up and their products.
     """
     keys = 2 * config.num_key_value_heads * config.head_dim
     of_layer = 6 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim + keys
-    each = width * config.layers * (of_layer + 4 * config.intermediate_size)
+    each = width * (config.layers if gradients else 1) * (of_layer + 4 * config.intermediate_size)
     if not checkpointing:
         return each * sum(positions)
-    return each * max(positions) + width * (config.hidden_size + config.layers * keys) * sum(positions)
+    at_once = sum(positions) if config.drafts_at_once else max(positions)  # a block drafter has one pass
+    return each * at_once + width * (config.hidden_size + config.layers * keys) * sum(positions)
 
 
 def check_memory(recipe: Recipe, processes: int, zero_stage: int) -> None:
