@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from toolkit.pipeline.run import Run
+from toolkit.pipeline.run import Run, recipe_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.facts import facts_of, target_facts
 from toolkit.targets.stand_in import SHAPES
@@ -71,10 +71,21 @@ def test_what_an_h100_held(row, pieces, monkeypatch):
 def test_refused_before_anything_is_loaded(tiny_run, monkeypatch):
     monkeypatch.setattr(needed_memory, "usable_memory", lambda: 10_000_000)
     path = tiny_run / "recipe.yaml"
-    run = Run(load_recipe(path), path, trains=True)
+    run = Run(load_recipe(path, ["prompts.synthesize=1"]), path, trains=True)
     monkeypatch.setattr(Run, "load_target", lambda *_: pytest.fail("a target was loaded"))
-    with pytest.raises(RecipeError, match=r"needs 0.1 GB in each, and 92% of 0.0 GB(.*\n)+ +GB held: target 0.0"):
-        _ = run.target
+    train = next(stage for stage in recipe_stages(run) if stage.name == "train")
+    for first in (lambda: run.target, train.check):  # `check` comes before files of an earlier training are moved
+        with pytest.raises(RecipeError, match=r"needs 0.1 GB in each, and 92% of 0.0 GB(.*\n)+ +GB held: target 0.0"):
+            first()
+
+
+def test_a_recipe_takes_the_advised_settings():
+    """Also one with fresh rollouts, which a sharded target cannot write."""
+    path, own = REPOSITORY / "recipes" / "qwen3-8b.yaml", ["train.on_policy.every=9", "train.on_policy.prompts=5"]
+    memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
+    told = memory.told(load_recipe(path, own).train, 8)
+    advised = [word for line in told.splitlines() for word in line.split(": ")[0].split() if "=" in word]
+    assert "train.target=sharded" in advised and load_recipe(path, [*own, *advised]).train.on_policy.every is None
 
 
 def test_the_table_of_the_docs():
@@ -93,7 +104,7 @@ def test_the_table_of_the_docs():
         assert row in page
 
 
-def test_processes_that_share_rows_or_the_target_need_less():
+def test_processes_that_share_rows_or_the_target_need_less(monkeypatch):
     own = ["train.precision=bf16", "train.evaluation.real_every=null", "train.data.pack=false"]
     settings = load_recipe(REPOSITORY / "recipes" / "qwen3-8b.yaml", own).train
     memory = TrainingMemory(facts_of(AutoConfig.for_model(**SHAPES["qwen3-8b"]), "qwen3"), 2, 32000, 80e9)
@@ -103,7 +114,13 @@ def test_processes_that_share_rows_or_the_target_need_less():
         return memory.needed(replace(settings, data=data, **changes), 8).total / 1e9
 
     assert gb(1, target="tensor") == gb(1, target="sharded") < gb(1) - 10
+    with monkeypatch.context() as two_machines:
+        two_machines.setenv("LOCAL_WORLD_SIZE", "4")
+        assert gb(1, target="tensor") > gb(1, target="sharded") + 1
     assert gb(8) < gb(1) - 3
+    long = replace(settings, data=replace(settings.data, split_rows=8, micro_batch=1, max_length=131072))
+    at_once = replace(memory, facts=replace(memory.facts, max_context=131072)).needed(long, 8).at_once
+    assert max(at_once.values()) == at_once["a forecast"] > 3 * 7 * 131072 * 4096 * 2  # its row is whole
     large = replace(settings, head=HeadSettings(kind="mtp", layers=7))  # 1.6 billion weights, of which a billion gather
     two, three = (memory.needed(large, 8, stage) for stage in (2, 3))
     assert 8 * three.always["head"] == two.always["head"] and two.total - three.total > 0.7 * GB

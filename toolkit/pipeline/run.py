@@ -71,12 +71,7 @@ class Run:
         from toolkit.targets.facts import served_target
 
         self.check_bench()
-        self.check_processes()
-        if self.trains:
-            from toolkit.train.needed_memory import check_memory
-
-            processes = training_processes(self.processes, self.recipe.train)
-            check_memory(self.recipe, processes, zero_stage(self.accelerate_config))
+        self.check_training()
         chosen, rollouts, template = self.recipe.target, self.recipe.rollouts, self.recipe.target.chat_template
         if rollouts.server:
             served = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model, template)
@@ -91,12 +86,16 @@ class Run:
         """Raise `DataError` or `DraftShapeError` for prompts and shapes that cannot be measured."""
         prompts_and_shapes(self.recipe.bench)
 
-    def check_processes(self) -> None:
-        """Raise `RecipeError` or `LaunchError` when this command trains in processes that cannot share a batch, and
-        `MissingPackageError` when it trains without the packages that training needs."""
+    def check_training(self) -> None:
+        """Raise `RecipeError` or `LaunchError` when this command trains in processes that cannot share a batch or need
+        too much memory, and `MissingPackageError` when it trains without the packages that training needs."""
         if self.trains:
             check_packages(self.recipe.train)
-            self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
+            processes = training_processes(self.processes, self.recipe.train)
+            self.recipe.train.check_processes(processes)
+            from toolkit.train.needed_memory import check_memory
+
+            check_memory(self.recipe, processes, zero_stage(self.accelerate_config))
 
     def load_target(self, use: Use) -> Target:
         """The target, on a GPU if there is one, packed for decoding. use: see `cpu_door.load_target`."""
@@ -216,7 +215,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             settings={**target, **bits, "train": result_settings(recipe.train)},
             inputs=lambda: {**_inputs(run, ROLLOUTS, TOKEN_MAP), **local_files(recipe.train.init, "init", _HEAD_FILES)},
             work=partial(train_stage, run),
-            check=run.check_processes,
+            check=run.check_training,
             makes=("ckpt",),
             self_checking=True,
         ),

@@ -100,7 +100,7 @@ def build_accelerator(
         if os.environ.get(other, "false") == "true":
             raise TrainError(
                 f"the accelerate configuration selects {name}, but training needs DeepSpeed; "
-                f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate"
+                f"use {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate"
             )
     _stand_alone_environment()
     plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())

@@ -34,7 +34,8 @@ REUSED = 1e9  # DeepSpeed's stage3_max_reuse_distance: weights that so many next
 
 
 class Need(NamedTuple):
-    """Bytes of one process. always: held from the first step to the last. at_once: added by each phase of a step."""
+    """Bytes of one process. always: held from the first step to the last. at_once: added by each phase of a step, and
+    by a forecast."""
 
     always: dict[str, float]
     at_once: dict[str, float]
@@ -72,7 +73,8 @@ class TrainingMemory:
         counts, drafted = count_parameters(facts.config), plan.token_map.size
         bits, of_experts = self.bits or (8 * self.weight, None)
         layers = (counts["body"] * bits + counts["experts"] * (of_experts or bits)) / 8
-        parts = 1 if settings.target == "replicated" else processes
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # those of one machine, as in `frozen_target`
+        parts = {"replicated": 1, "sharded": processes, "tensor": neighbours}[settings.target]
         sizes, divided = [one.numel() for one in head.parameters()], zero_stage == 3 and processes > 1
         always = {
             "target": layers / parts + self.weight * (counts["head"] + counts["embedding"]),
@@ -85,24 +87,30 @@ class TrainingMemory:
         data = settings.data
         share = max(1, data.global_batch // max(1, processes // data.split_rows))
         rows, length = min(data.micro_batch, share), min(data.max_length, facts.max_context or data.max_length)
+        # Forecasts read whole rows from all roots. (The regression for a new head holds as much, but no moments yet.)
+        whole = [data.micro_batch * length] * settings.unroll.ttt_steps
         length = -(-length // data.split_rows)
         tokens, h = rows * length, plan.config.hidden_size
         later = rows * min(settings.unroll.anchors or length, length)
         full = 0 if plan.config.drafts_at_once else plan.config.mtp_layers
         positions = [tokens if step < full else later for step in range(settings.unroll.ttt_steps)]
-        kept: float = tokens * (width * (plan.config.feature_size + h) + self.weight * facts.hidden_size)
+        read = width * (plan.config.feature_size + h) + self.weight * facts.hidden_size
+        gathered = width * min(sum(sizes), max(REUSED, *sizes)) * divided  # beside the part
+        kept: float = tokens * read + gathered
         kept += kept_by_unroll(plan.config, positions, width, checkpointing=settings.unroll.checkpointing)
         kept += width * updated / processes * (share > data.micro_batch)  # gradients of the micro-batches before
-        kept += width * min(sum(sizes), max(REUSED, *sizes)) * divided  # gathered beside the part
         # The states of all steps: as they are cut out, joined, normed, and their gradients.
         states = 4 * width * h * sum(positions)
         matrix = trained["lm_head.weight"].numel() if "lm_head.weight" in trained else 0
         chunk = max(logits_at_once(int(self.memory) if self.on_gpu else 0) // drafted, LEAST_CHUNK)
         logits = min(chunk, sum(positions)) * (width * (drafted + h) + MASTER * drafted / len(positions))
+        forecast = kept_by_unroll(plan.config, whole, width, checkpointing=True, gradients=False)
+        joined = 3 * width * h * sum(whole)  # its states: as they are cut out, joined and normed
         at_once = {
             "unroll and loss": kept + states + (MASTER + width) * matrix + logits,
             "backward": kept + states + width * (2 * matrix + updated),
             "the optimizer's step": (2 * width + MASTER) * updated / processes,
+            "a forecast": whole[0] * read + gathered + max(forecast, joined) + logits,
         }
         return Need(always, at_once)
 
@@ -118,8 +126,9 @@ class TrainingMemory:
         ]
         whole = replace(settings.evaluation, real_every=None)
         shorter = replace(settings.data, micro_batch=1, max_length=max(3, settings.data.max_length // 2))
+        fresh = " train.on_policy={}" if settings.on_policy != OnPolicySettings() else ""  # all of its settings go
         changes: dict[str, dict[str, Any]] = {
-            "train.target=sharded train.evaluation.real_every=null": {
+            f"train.target=sharded train.evaluation.real_every=null{fresh}": {
                 "target": "sharded", "evaluation": whole, "on_policy": OnPolicySettings(),
             },
             "train.unroll.checkpointing=true": {"unroll": replace(settings.unroll, checkpointing=True)},
@@ -130,22 +139,27 @@ class TrainingMemory:
             after = self.needed(settings, processes, zero_stage).total
             lines += [f"with {text}: {after / GB:.1f} GB"] if after < before else []
         before, after = (self.needed(settings, processes, stage).total for stage in (zero_stage, 3))
-        lines += [f"with --config-file recipes/accelerate/zero3.yaml: {after / GB:.1f} GB"] if after < before else []
+        zero3 = "`toolkit train --config-file recipes/accelerate/zero3.yaml`"  # `toolkit run` has no such option
+        lines += [f"with {zero3}: {after / GB:.1f} GB"] if after < before else []
         return "\n  ".join([*lines, "with more processes less: they divide a sharded target and the optimizer"])
 
 
-def kept_by_unroll(config: HeadConfig, positions: list[int], width: int, *, checkpointing: bool) -> float:
-    """Bytes that autograd keeps of an unroll with so many positions at each step. width: bytes of a number.
+def kept_by_unroll(
+    config: HeadConfig, positions: list[int], width: int, *, checkpointing: bool, gradients: bool = True
+) -> float:
+    """Bytes that an unroll keeps with so many positions at each step. width: bytes of a number. gradients: autograd
+    keeps all layers of a pass, else it holds one at a time.
 
     Of a layer: the embedding read, its input (twice H), what attention and MLP add to and read (3 H), the output; query
     and result of the attention, keys and values; gate, up and their products.
     """
     keys = 2 * config.num_key_value_heads * config.head_dim
     of_layer = 6 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim + keys
-    each = width * config.layers * (of_layer + 4 * config.intermediate_size)
+    each = width * (config.layers if gradients else 1) * (of_layer + 4 * config.intermediate_size)
     if not checkpointing:
         return each * sum(positions)
-    return each * max(positions) + width * (config.hidden_size + config.layers * keys) * sum(positions)
+    at_once = sum(positions) if config.drafts_at_once else max(positions)  # a block drafter has one pass
+    return each * at_once + width * (config.hidden_size + config.layers * keys) * sum(positions)
 
 
 def check_memory(recipe: Recipe, processes: int, zero_stage: int) -> None:

@@ -173,8 +173,9 @@ def check_layout(state: Path, position: Position, processes: int, stage: int) ->
         return
     raise ResumeError(
         f"{state} was written by {position.processes} processes under ZeRO-{before}, and {processes} run under "
-        f"ZeRO-{stage}: launch {position.processes} processes under ZeRO-{before} to resume it (--config_file "
-        f"recipes/accelerate/zero{max(before, 2)}.yaml), or choose another run_dir"
+        f"ZeRO-{stage}: launch {position.processes} processes under ZeRO-{before} to resume it (`toolkit train "
+        f"--num-processes {position.processes} --config-file recipes/accelerate/zero{max(before, 2)}.yaml`), or choose "
+        "another run_dir"
     )
 
 
