@@ -43,6 +43,7 @@ TAIL = """
 TOLD_ELSEWHERE = (
     "rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json", "training-kinds-*.json",
     "kinds-*.json", "products-int8-*.json",
+    "context-*.json", "start-*.json",
 )  # fmt: skip
 
 

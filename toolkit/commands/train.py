@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of
 from toolkit.pipeline.launch import set_threads
-from toolkit.pipeline.run import PROMPTS, ROLLOUTS, TOKEN_MAP, recipe_stages
+from toolkit.pipeline.run import put_by_hand, recipe_stages
 from toolkit.pipeline.stages import PipelineError, run_stages
 
 
@@ -24,21 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings of accelerate and DeepSpeed (default: recipes/accelerate/zero2.yaml)",
     )
     parser.add_argument("--force", action="store_true", help="train again, even when the head is up to date")
-    parser.epilog = "Rollouts and token map come from the recipe's run folder; missing ones are made first."
+    parser.epilog = "Rollouts and token map come from the recipe's run folder; missing or outdated ones are made first."
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; the exit status is that of the training processes."""
     job = run_of(args)
     job.processes, job.accelerate_config, job.trains = args.num_processes, args.config_file, True
-    there = all((job.folder / name).is_file() for name in (PROMPTS, ROLLOUTS, TOKEN_MAP))
-    if not there:
-        set_threads()
+    set_threads()
     try:
         run_stages(
             job.folder,
             recipe_stages(job),
-            only="train" if there else None,
+            only="train" if put_by_hand(job.folder) else None,
             until="train",
             force="train" if args.force else None,
         )

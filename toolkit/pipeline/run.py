@@ -22,7 +22,7 @@ from toolkit.pipeline.launch import (
     training_processes,
     zero_stage,
 )
-from toolkit.pipeline.stages import PipelineError, Stage, run_stages, say
+from toolkit.pipeline.stages import FILE_NAME, PipelineError, Stage, run_stages, say
 from toolkit.recipe import BenchSettings, Recipe, RecipeError, result_settings
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import read_json
@@ -159,6 +159,13 @@ def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftS
 
     shapes = [DraftShape.parse(one) for one in wanted.shapes if one != "adaptive"]
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes
+
+
+def put_by_hand(folder: Path) -> bool:
+    """Whether rollouts and token map lie in a run folder without a manifest: they are taken as they are."""
+    return all((folder / name).is_file() for name in (ROLLOUTS, TOKEN_MAP)) and not (
+        (folder / ROLLOUTS).with_name(FILE_NAME).is_file()
+    )
 
 
 def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from toolkit.errors import exit_status
 from toolkit.log import get_logger
 from toolkit.pipeline.launch import STAGES_DONE, check_packages
-from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, recipe_stages, training_headline
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run, put_by_hand, recipe_stages, training_headline
 from toolkit.pipeline.stages import PipelineError, record_done
 from toolkit.recipe import DEMO_RECIPE, REPOSITORY, RecipeError, load_recipe
 from toolkit.recipe_fields import HeadName
@@ -63,11 +63,8 @@ def bring_up_to_date(run_dir: Path, recipe_path: str, overrides: Sequence[str]) 
 
 
 def _run_where_needed(run_dir: Path, recipe_path: str, overrides: Sequence[str]) -> None:
-    absent = [path for name in (ROLLOUTS, TOKEN_MAP) if not (path := run_dir / name).is_file()]
-    if not absent and not (run_dir / "rollouts" / "manifest.json").is_file():
+    if put_by_hand(run_dir):
         return
-    if absent:
-        log.info("no %s yet: the stages before training come first", absent[0])
     line = [sys.executable, "-m", "toolkit", "prepare-data", "--recipe", recipe_path, *overrides]
     status = subprocess.run(line, env=stage_environment(), check=False).returncode
     if status:
