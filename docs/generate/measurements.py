@@ -43,7 +43,7 @@ TAIL = """
 TOLD_ELSEWHERE = (
     "rounds-*.json", "cliffs-*.json", "gpu-demo-*.json", "training-gpu-*.json", "training-kinds-*.json",
     "kinds-*.json", "products-int8-*.json",
-    "context-*.json", "start-*.json",
+    "context-*.json", "start-*.json", "trees-*.json",
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ SECTIONS = (
         command="python benchmarks/training.py",
     ),
     Section(
-        "Adaptive drafting with a useless head",
+        "Adaptive drafting, also with a useless head",
         "What does adaptive drafting cost where nothing that the head drafts is right, and what does it gain else?",
         "engine-never-slower-*.json",
         tables.never_slower,
