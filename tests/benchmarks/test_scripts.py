@@ -101,17 +101,7 @@ def test_a_training_step_on_a_gpu(script, tmp_path) -> None:
 
 def test_never_slower(script, tiny_target_directory, draft_directory, tmp_path) -> None:
     out = tmp_path / "record.json"
-    line = [
-        "--target",
-        str(tiny_target_directory),
-        "--draft",
-        str(draft_directory),
-        "--shape",
-        "3,1,4",
-        "--batch",
-        "1",
-        "2",
-    ]
+    line = f"--target {tiny_target_directory} --draft {draft_directory} --shape 3,1,4 --batch 1 2".split()
     assert script("never_slower").main([*line, "--limit", "2", "--max-tokens", "8", "--out", str(out)]) == 0
     rows = read_record(out, "engine")["rows"]
     assert [(row["batch"], row["groups"], row["draft"]) for row in rows] == [

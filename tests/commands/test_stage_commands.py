@@ -155,3 +155,17 @@ def test_train_passes_the_exit_status_on(
     assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]
     assert "status 143" in capsys.readouterr().err
     assert json.loads(Path("runs/tiny/train/manifest.json").read_text())["status"] == "running"
+
+
+def test_train_does_not_take_outdated_rollouts(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a target or settings that changed since; files that no stage of ours wrote are taken as they are."""
+    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
+    monkeypatch.setattr(training, "run_training", lambda line: 143)
+    for manifest, redone in ((True, 1), (False, 0)):
+        if not manifest:
+            Path("runs/tiny/rollouts/manifest.json").unlink()
+        capsys.readouterr()
+        assert cli.main(["train", "--recipe", str(recipe), f"rollouts.max_tokens={7 - redone}"]) == 143
+        assert capsys.readouterr().out.count("rollouts   redone, because") == redone
