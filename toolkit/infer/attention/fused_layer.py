@@ -34,22 +34,27 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 FORMS = ((0.0, True), (1.0, False), (0.0, False))  # offset and rounded of `reference.rms_norm`: Llama, Gemma, others
 SAMPLES = 64
 Form = tuple[str, float, bool]  # name of the epsilon, offset, rounded
-_looked_at: dict[type, Form | None] = {}  # None: the class was not changed
+_fused_kinds: dict[type, type | None] = {}  # by class of norms, the fused one; None: it computes something else
+_forms: dict[type, Form] = {}  # of the fused classes
 
 
 def fuse_norms(body: nn.Module, device: torch.device) -> None:
-    """Let the norms of the body's classes run by the device's kernel, if it has one, where no gradients are recorded.
+    """Let the body's norms run by the device's kernel, if it has one, where no gradients are recorded.
 
-    The classes are changed, not each norm, so that a copy of a model is one of its class.
+    Each norm becomes one of a class below its own, so that a copy of the body is fused and other models are not.
     """
     if ops_for(device.type).rms_norm is reference.rms_norm:
         return
     for module in body.modules():
         kind = type(module)
-        if kind not in _looked_at and kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:
-            form = _looked_at[kind] = _form_of(module)
-            if form is not None:
-                setattr(kind, "forward", _fused(kind.forward, *form))  # noqa: B010 (mypy refuses the assignment)
+        if kind in _forms or kind is nn.RMSNorm or not kind.__name__.endswith("RMSNorm"):
+            continue
+        if kind not in _fused_kinds:
+            form = _form_of(module)
+            _fused_kinds[kind] = None if form is None else _fused_kind(kind, form)
+        fused = _fused_kinds[kind]
+        if fused is not None:
+            module.__class__ = fused
 
 
 def is_fused(norm: nn.Module) -> bool:
@@ -59,7 +64,7 @@ def is_fused(norm: nn.Module) -> bool:
 
 def fused_form(norm: nn.Module) -> Form | None:
     """The form of a norm that runs by the device's kernel; None for others."""
-    return None if norm._parameters.get("weight") is None else _looked_at.get(type(norm))
+    return None if norm._parameters.get("weight") is None else _forms.get(type(norm))
 
 
 def _form_of(module: nn.Module) -> Form | None:
@@ -81,7 +86,10 @@ def _form_of(module: nn.Module) -> Form | None:
     return None
 
 
-def _fused(own: Callable[..., Tensor], eps: str, offset: float, rounded: bool) -> Callable[..., Tensor]:
+def _fused_kind(kind: type[nn.Module], form: Form) -> type:
+    eps, offset, rounded = form
+    own: Callable[..., Tensor] = kind.forward
+
     def forward(module: Any, *given: Any, **named: Any) -> Tensor:
         weight = module._parameters.get("weight")  # None: of another form than the norm that was looked at
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or weight is None or named or len(given) > 1:
@@ -91,7 +99,9 @@ def _fused(own: Callable[..., Tensor], eps: str, offset: float, rounded: bool) -
             return own(module, x)
         return norm(x, weight, getattr(module, eps), offset, rounded)
 
-    return forward
+    fused = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    _forms[fused] = form
+    return fused
 
 
 CLASSES = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}  # of transformers

@@ -41,6 +41,7 @@ class PrefixCache:
         self._pool, self._lookahead = pool, lookahead
         self._roots: dict[_Key, _Node] = {}
         self._recency: OrderedDict[_Node, None] = OrderedDict()  # the least recent first, which is always a leaf
+        self._holding: OrderedDict[_Node, None] = OrderedDict()  # nodes with states, the least recent first
 
     @property
     def pages(self) -> list[int]:
@@ -77,13 +78,10 @@ class PrefixCache:
         number = 0 if states is None else states.position // self._pool.page_size
         if 0 < number <= len(path):
             path[number - 1].states = states
-            self._forget_states()
-
-    def _forget_states(self) -> None:
-        """Drop the states that were used least recently beyond the largest number that is kept."""
-        holding = [node for node in self._recency if node.states is not None]
-        for node in holding[: max(0, len(holding) - STATES_PER_ROW * self._pool.rows)]:
-            node.states = None
+            self._holding[path[number - 1]] = None
+            self._holding.move_to_end(path[number - 1])
+            if len(self._holding) > STATES_PER_ROW * self._pool.rows:
+                self._holding.popitem(last=False)[0].states = None
 
     def clear(self) -> None:
         """Drop all prefixes."""
@@ -91,6 +89,7 @@ class PrefixCache:
             self._pool.drop(page)
         self._roots.clear()
         self._recency.clear()
+        self._holding.clear()
 
     def evict(self, pages: int) -> bool:
         """Evict the least recently used pages until `pages` pages are free in the pool.
@@ -105,6 +104,7 @@ class PrefixCache:
             return False
         for node in going:
             del self._recency[node]
+            self._holding.pop(node, None)
             del node.above[node.key]
             self._pool.drop(node.page)
         return True
@@ -140,3 +140,5 @@ class PrefixCache:
         for node in reversed(path):  # a parent is always more recent than its children
             self._recency[node] = None
             self._recency.move_to_end(node)
+            if node in self._holding:
+                self._holding.move_to_end(node)
