@@ -75,7 +75,8 @@ def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 
     path = Path(path)
     if not path.is_file():
-        raise WeightsError(f"{path} does not exist; expected a safetensors file")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise WeightsError(f"{path} {what}; expected a safetensors file")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -63,10 +63,6 @@ class FixedLinear(nn.Module, ABC):
         """`product`; another `project` is called with the plain weight (see `OutputMatrix`)."""
         return self.product(inputs) if project is F.linear else project(inputs, self.weight)
 
-    def rows_of(self, ids: Tensor) -> nn.Module:
-        """A layer with only the output rows ids [M]: [..., K] -> [..., M]."""
-        return self.like(linear_rows(self.weight, self.bias, ids))
-
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 

@@ -24,6 +24,7 @@ SIZES = dict(
 FUSED = {
     "llama": {},
     "llama-bias": {"attention_bias": True},
+    "llama-eager": {"attn_implementation": "eager"},
     "mistral": {"sliding_window": 6},
     "qwen2": {},
     "qwen3": {},

@@ -58,6 +58,20 @@ def test_the_least_recent_leaf_goes_first():
     pool.check_integrity([])
 
 
+def test_many_pages_go_some_at_a_time():
+    """Every search passes the pages in use, here the older half: it must not come back for each page."""
+    pool = PagePool(2, 1040, page_size=4)
+    cache = PrefixCache(pool, 0)
+    for row in (0, 1):
+        pool.grow(row, 1040)
+        cache.keep([row] * 1040, row, 1040)
+    assert not cache.evict(pool.free + 1), "all pages are in use"
+    pool.release(1)
+    assert cache.evict(pool.free + 1) and pool.free == 520 // 64
+    assert len(cache.find([0] * 1040, 999)) == 260 and len(cache.find([1] * 1040, 999)) == 252
+    pool.check_integrity(cache.pages)
+
+
 def test_a_page_in_use_stays_with_what_it_stands_on():
     """Letting go of it would free nothing; letting go of what it stands on would lose it."""
     pool, cache = filled()

@@ -97,6 +97,22 @@ def test_recorded_rounds_write_what_eager_rounds_write(small_target, build, reco
     graphed.close(), eager.close()
 
 
+def test_padding_rows_beside_trees_of_the_host(small_target, build, recording):
+    """Three requests from the start, in rounds of four rows; the first drafts nothing, so trees come from the host."""
+    found = []
+    for capture in (recording, None):
+        engine = engine_with(small_target, build("eagle3"), "3,3,8", capture)
+        requests = [
+            engine.add_request([5, 6, 7 + i], SamplingParams(max_tokens=30, ignore_eos=True), speculative=i > 0)
+            for i in range(3)
+        ]
+        while engine.has_work():
+            engine.step()
+        found.append([one.output_ids for one in requests])
+        engine.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name, shape, settings", CASES)

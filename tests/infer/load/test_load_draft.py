@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.cpu.int8_linear import quantize_head
 from toolkit.infer.drafters.drafting_head import SharedOutput
 from toolkit.infer.drafters.lookup import NgramLookup
 from toolkit.infer.engine.config import ConfigError, EngineConfig
@@ -46,7 +49,12 @@ def test_only_the_maps_rows_are_scored(small_target, shared_draft, tmp_path):
     hidden = torch.randn(2, 3, small_target.hidden_size)
     scores = SharedOutput(small_target, draft)(hidden)
     assert scores.shape == (2, 3, 4)
-    assert torch.allclose(scores, small_target.logits(hidden)[..., draft.token_map.ids], atol=1e-5)
+    wanted = small_target.logits(hidden)[..., draft.token_map.ids]
+    assert torch.allclose(scores, wanted, atol=1e-5)
+    draft = replace(draft, head=copy.deepcopy(draft.head))
+    quantize_head(draft.head)  # its rows of the target's matrix are quantised too
+    error = (SharedOutput(small_target, draft)(hidden) - wanted).norm()
+    assert 0 < error < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize(("name", "shape"), [("eagle2", "4,1,5"), ("mtp-three-layers", "3,2,6")])

@@ -292,7 +292,10 @@ def _computes_the_same(target: Target, layer: nn.Module, scoring: Scoring, ops: 
     if not isinstance(rotation, tuple) or len(rotation) != 2:
         return False
     metadata: dict[str, Any] = {"position_embeddings": rotation, "attention_metadata": _Uncached()}
-    theirs = exact(x, attention_mask=None, position_ids=at, **metadata)
+    later = torch.full((TRIAL, TRIAL), float("-inf"), device=device, dtype=dtype).triu(1)[None, None]
+    # Without a mask, eager attention sees later tokens too.
+    mask = later if target.config._attn_implementation == "eager" else None
+    theirs = exact(x, attention_mask=mask, position_ids=at, **metadata)
     call = _fused_call(exact, 0, scoring, ops)
     if call is None or not isinstance(theirs, Tensor):
         return False

@@ -92,7 +92,7 @@ class TargetForward:
                 self._compare_bits()
         except TargetError:
             raise
-        except FOREIGN as error:
+        except (*FOREIGN, MemoryError) as error:
             if out_of_memory(error):
                 raise TargetError(
                     f"memory ran out on {target.device} while the engine checked {type(target.model).__name__}: {error}"

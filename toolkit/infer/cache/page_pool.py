@@ -44,6 +44,7 @@ class PagePool:
         self.tables: list[list[int]] = [[] for _ in range(rows)]
         self._spare = list(range(self.capacity, 0, -1))  # popped from the end: low pages first
         self._holders: dict[int, int] = {}  # page -> number of tables and cached prefixes that hold it
+        self.shared = 0  # pages of more than one holder
         self._stores: list[PagedStore] = []
         self._row_moves: list[Callable[[int, int], None]] = []
 
@@ -122,10 +123,12 @@ class PagePool:
         """Add one holder to pages that are already held; undo it with `drop`."""
         for page in pages:
             self._holders[page] += 1
+            self.shared += self._holders[page] == 2
 
     def drop(self, page: int) -> None:
         """Remove one holder of the page; free the page after the last one."""
         self._holders[page] -= 1
+        self.shared -= self._holders[page] == 1
         if self._holders[page] == 0:
             del self._holders[page]
             self._spare.append(page)
@@ -150,5 +153,6 @@ class PagePool:
         for page in [page for table in self.tables for page in table] + list(cached):
             counted[page] = counted.get(page, 0) + 1
         assert counted == self._holders, "the holder counts are wrong"
+        assert self.shared == sum(holders > 1 for holders in counted.values()), "the shared pages are counted wrong"
         assert self.held <= self.capacity, "more pages are held than there are"
         assert sorted([*self._spare, *self._holders]) == list(range(1, self.page_count)), "a page was lost"

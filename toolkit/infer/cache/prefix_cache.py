@@ -23,6 +23,7 @@ from toolkit.infer.cache.linear_states import STATES_PER_ROW, Snapshot
 from toolkit.infer.cache.page_pool import PagePool
 
 _Key = tuple[int, ...]  # tokens
+EVICTED_TOGETHER = 64  # an eviction takes at least this share of the cached pages, if they are in no request
 
 
 @dataclass(eq=False)
@@ -92,14 +93,17 @@ class PrefixCache:
         self._holding.clear()
 
     def evict(self, pages: int) -> bool:
-        """Evict the least recently used pages until `pages` pages are free in the pool.
+        """Evict the least recently used pages until at least `pages` pages are free in the pool.
 
         False, without an eviction, if all evictable pages do not suffice.
         """
         missing = pages - self._pool.free
         if missing <= 0:
             return True
-        going = self._evictable(missing)
+        if missing > len(self._recency) - self._pool.shared:
+            return False
+        # Some more at a time, because each search passes all pages of running requests.
+        going = self._evictable(max(missing, len(self._recency) // EVICTED_TOGETHER))
         if len(going) < missing:
             return False
         for node in going:

@@ -28,19 +28,18 @@ from toolkit.targets.target import Target
 
 
 class SharedOutput(nn.Module):
-    """The target's output matrix, cut once to the rows that the token map keeps; the whole matrix without a map."""
+    """The target's output matrix, cut once to the rows that the token map keeps, and quantised as the head is; the
+    whole matrix without a map."""
 
     def __init__(self, target: Target, draft: DraftCheckpoint) -> None:
         super().__init__()
         self._target, self._ids = target, draft.token_map.ids.to(target.device)
         self.lm_head: nn.Module = target.lm_head
         if draft.token_map.size < target.vocab_size:
-            head = target.lm_head
-            self.lm_head = (
-                head.rows_of(self._ids)
-                if isinstance(head, FixedLinear)
-                else linear_rows(head.weight, head.bias, self._ids)
-            )
+            rows = linear_rows(self.lm_head.weight, self.lm_head.bias, self._ids)
+            fixed = [one for one in (*draft.head.modules(), self.lm_head) if isinstance(one, FixedLinear)]
+            least = min(fixed, key=lambda one: one.quantization is None, default=None)
+            self.lm_head = rows if least is None else least.like(rows)
 
     def weights_changed(self) -> None:
         """Copies the rows again, in place: recorded rounds read them."""

@@ -450,6 +450,7 @@ def _empty_trees(rows: int, size: HostTree, device: torch.device) -> DraftTree:
     numbers = torch.zeros(rows, size.nodes, dtype=torch.long, device=device)
     mask = torch.eye(size.nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
     valid = numbers.bool()
+    valid[:, 0] = True  # padding rows have a root too
     return DraftTree(numbers, numbers - 1, numbers.clone(), mask, valid, size.nodes - 1, size.is_chain)
 
 
