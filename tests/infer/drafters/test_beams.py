@@ -15,6 +15,7 @@ from toolkit.infer.drafters.draft_rollout import draft_beams, rerank
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.kernels.tree_reference import Candidates
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import DraftShapeError
 
 
 def climb(parents: list[int], node: int) -> set[int]:
@@ -111,6 +112,15 @@ def test_a_block_has_the_tree_of_a_heap(monkeypatch, k, steps, nodes, cut):
 
             wanted = best_first(children, shape.num_steps, shape.num_draft_tokens)
             assert paths(tree, row) == [[90 + row, *path] for path in wanted]
+
+
+def test_trees_of_more_nodes_than_beams_offer_are_for_blocks(small_target, build):
+    wide = DraftShape.parse("3,4,60")
+    Engine(small_target, build("dspark"), wide).close()
+    with pytest.raises(
+        DraftShapeError, match="3,4,60: num_draft_tokens counts the root and must be at most 37 for this"
+    ):
+        Engine(small_target, build("eagle3"), wide)
 
 
 @pytest.mark.parametrize("budget", [16, 64, 256])

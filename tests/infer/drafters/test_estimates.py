@@ -37,6 +37,15 @@ def test_a_tree_tells_what_narrower_shapes_would_have_got():
     assert acceptance.steps([new_request(speculative=False)], [TREE]) == [[[]]]
 
 
+def test_trees_of_other_numbers_of_nodes_are_told_apart():
+    """Two trees of the same levels and width: the rates, which they share, are those of neither."""
+    acceptance, request, large = RunningAcceptance([1, 4], 4), new_request(), DraftShape(4, 4, 40)
+    for _ in range(200):
+        acceptance.add(request, [0], 4, 4, TREE)
+        acceptance.add(request, [0, 1, 0], 4, 4, large)
+    assert lengths(acceptance, [request], [TREE, large]) == pytest.approx([2, 4], abs=0.2)
+
+
 def test_requests_start_from_the_engines_rates_and_go_their_own_ways():
     """A new request of a well-drafted server is drafted for at once; a hard one does not spoil an easy one."""
     acceptance = RunningAcceptance([1], 4)

@@ -50,6 +50,8 @@ def test_a_budget_is_a_tree_by_the_head_and_by_the_engine():
     budget = DraftShape.parse("64")
     assert budget.as_text() == "64" and DraftShape.parse("4,4,16").for_head(5) == DraftShape(4, 4, 16)
     assert [budget.for_head(levels).as_text() for levels in (0, 15, 1)] == ["6,8,64", "15,8,64", "1,8,9"]
+    # Best first, a level may have more nodes that have children than top_k.
+    assert [DraftShape.parse("256").for_head(levels).as_text() for levels in (0, 4)] == ["8,8,256", "4,8,256"]
     assert budget.asked_of(DraftShape(15, 4, 100), True) == DraftShape(15, 4, 64)
     assert DraftShape.parse("5").asked_of(DraftShape.chain(6), True) == DraftShape.chain(4)
     with pytest.raises(DraftShapeError, match=r"a request has draft shape 64; the engine drafts chain 6 \(6,1,7\)"):

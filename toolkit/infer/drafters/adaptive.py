@@ -192,7 +192,8 @@ class AdaptiveShape:
         for request, of_row, nodes, depth in zip(requests, ranks, kept, depths, strict=True):
             if request.speculative and depth == 0 and nodes > 1:
                 own = plan.shape if request.shape is None else request.shape.within(plan.shape)
-                self._acceptance.add(request, of_row, min(own.num_steps, nodes - 1), own.top_k)
+                tree = None if own.is_chain else own
+                self._acceptance.add(request, of_row, min(own.num_steps, nodes - 1), own.top_k, tree)
 
     def refund(self, plan: Plan) -> None:
         """Takes a round that tells nothing: a trial costs nothing, and is soon repeated."""

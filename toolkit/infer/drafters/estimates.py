@@ -7,7 +7,8 @@ three classes. A class is tested only if the classes before it failed:
     class 0: is it the best child?   class 1: the second?   class 2: the third or fourth?
 
 With q_c the rate of class c, a shape of width 2 passes a level with probability 1 - (1 - q0)(1 - q1). Chains update q0
-for the trees too.
+for the trees too. That is the same for trees that differ by their number of nodes alone, so each tree has a factor: its
+accepted tokens over those that the rates let expect.
 
     seconds of a round = drafting, by the head's shape  +  verification, by the nodes a row (WIDTHS)
 """
@@ -32,6 +33,7 @@ Steps = list[tuple[int, float]]
 FIRST_GUESS = (0.6, 0.3)  # rates before any try: of class 0, and of every other class
 GUESS_WEIGHT, REQUEST_WEIGHT = 2.0, 6.0  # weight, in tries, of the guess, and of the engine's rates in a request's
 ENGINE_MEMORY, REQUEST_MEMORY = 128, 48  # number of tries in which an old try loses 63 % of its weight
+TREE_WEIGHT = 8.0  # weight, in tokens, of the guess that a tree's factor is 1
 WINDOW = 9  # times kept of each part of a round
 LEVEL_GUESS = 0.1  # estimated time to draft one level, in plain rounds, before any was measured
 # Verified nodes a row that are told apart, root included. Other numbers have the time of the next larger one.
@@ -75,13 +77,21 @@ class RunningAcceptance:
         guesses = [FIRST_GUESS[min(one, 1)] for one in range(len(top_ks)) for _ in range(levels)]
         self._engine = Rates(guesses, GUESS_WEIGHT, ENGINE_MEMORY)
         self._requests: WeakKeyDictionary[Request, Rates] = WeakKeyDictionary()
+        self._trees: dict[DraftShape, tuple[float, float]] = {}  # accepted and expected tokens; old rounds fade
 
     def knows(self, request: Request) -> bool:
         return request in self._requests
 
-    def add(self, request: Request, ranks: Sequence[int], levels: int, top_k: int) -> None:
-        """Adds a draft of `levels` levels. ranks: of its right nodes among their siblings, by level from the first."""
+    def add(
+        self, request: Request, ranks: Sequence[int], levels: int, top_k: int, tree: DraftShape | None = None
+    ) -> None:
+        """Adds a draft of `levels` levels. ranks: of its right nodes among their siblings, by level from the first.
+        tree: its shape, if it is no chain."""
         rates = self._requests.setdefault(request, Rates(self._engine, REQUEST_WEIGHT, REQUEST_MEMORY))
+        if tree is not None:
+            keep, (accepted, expected) = 1 - 1 / ENGINE_MEMORY, self._trees.get(tree, (0.0, 0.0))
+            now = self._lengths(rates.now())[bisect_left(self._top_ks, top_k)][levels]
+            self._trees[tree] = accepted * keep + 1 + len(ranks), expected * keep + now
         classes = bisect_left(self._top_ks, top_k) + 1
         for level in range(min(len(ranks) + 1, levels)):
             right = bisect_right(self._top_ks, ranks[level]) if level < len(ranks) else classes
@@ -96,7 +106,11 @@ class RunningAcceptance:
             for of_shape, shape in zip(found, shapes, strict=True):
                 own = shape if request.shape is None else request.shape.within(shape)
                 lengths = by_class[bisect_left(self._top_ks, own.top_k)][: own.num_steps + 1]
-                steps = list(enumerate(lengths, start=1))[1:] if own.is_chain else [(own.num_draft_tokens, lengths[-1])]
+                steps = list(enumerate(lengths, start=1))[1:]
+                if not own.is_chain:
+                    accepted, expected = self._trees.get(own, (0.0, 0.0))
+                    factor = (TREE_WEIGHT + accepted) / (TREE_WEIGHT + expected)
+                    steps = [(own.num_draft_tokens, min(max(1.0, lengths[-1] * factor), own.num_steps + 1))]
                 of_shape.append(steps if request.speculative else [])
         return found
 

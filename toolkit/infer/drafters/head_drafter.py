@@ -42,7 +42,7 @@ from toolkit.infer.drafters.draft_rollout import (
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
 from toolkit.infer.kernels.tree_reference import AcceptedPath, Candidates
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only, upload
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count, chain_tree, root_only, upload
 from toolkit.infer.request.params import DraftShapeError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
@@ -91,6 +91,12 @@ class HeadDrafter(Drafter):
             raise DraftShapeError(
                 f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self.to_target)} tokens; "
                 "draft with fewer branches"
+            )
+        most = 1 + candidate_count(shape.num_steps, shape.top_k)
+        if not self._head.config.drafts_at_once and shape.num_draft_tokens > most:
+            raise DraftShapeError(
+                f"draft shape {shape.as_text()}: num_draft_tokens counts the root and must be at most {most} for this "
+                "head, the nodes that num_steps levels of top_k beams can offer"
             )
         self.shape: DraftShape = shape
         self._by_rows: list[tuple[int, DraftShape]] = []

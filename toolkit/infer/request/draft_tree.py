@@ -44,7 +44,7 @@ class DraftShape:
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.top_k < 1:
             raise DraftShapeError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
-        most = 1 + candidate_count(self.num_steps, self.top_k)
+        most = most_nodes(self.num_steps, self.top_k)
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise DraftShapeError(
                 f"draft shape {self.as_text()}: a chain (top_k 1) verifies num_steps + 1 nodes, so write "
@@ -53,7 +53,7 @@ class DraftShape:
         if not 2 <= self.num_draft_tokens <= most:
             raise DraftShapeError(
                 f"draft shape {self.as_text()}: num_draft_tokens counts the root and must lie between 2 and {most}, "
-                "the nodes that num_steps levels of top_k beams can offer"
+                "the nodes of num_steps levels of which each node has top_k children"
             )
 
     @classmethod
@@ -83,7 +83,8 @@ class DraftShape:
         if not self.budget:
             return self
         steps = min(levels or self.num_steps, self.num_draft_tokens - 1)
-        return DraftShape(steps, self.top_k, min(self.num_draft_tokens, 1 + candidate_count(steps, self.top_k)))
+        most = most_nodes(steps, self.top_k) if levels else 1 + candidate_count(steps, self.top_k)
+        return DraftShape(steps, self.top_k, min(self.num_draft_tokens, most))
 
     def as_text(self) -> str:
         """Return the text that `parse` reads."""
@@ -148,6 +149,11 @@ class DraftShape:
         if self.is_chain:
             return f"chain {self.num_steps}"
         return f"tree {self.num_steps}x{self.top_k}/{self.num_draft_tokens}"
+
+
+def most_nodes(num_steps: int, top_k: int) -> int:
+    """Number of nodes of a whole tree, root included, and of a chain."""
+    return sum(top_k**level for level in range(min(num_steps, 32) + 1)) if top_k > 1 else num_steps + 1
 
 
 def candidate_count(num_steps: int, top_k: int) -> int:
