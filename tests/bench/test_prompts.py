@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from toolkit.bench.prompts import builtin_prompts, limited, read_prompt_files, read_prompts
+from toolkit.bench.prompts import PLACEHOLDER, Prompt, builtin_prompts, limited, read_prompt_files, read_prompts
 from toolkit.jsonl import DataError
 
 GOOD = {"question_id": 1, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]}
@@ -56,6 +56,20 @@ def test_limit_takes_from_every_task_before_it_takes_twice():
     assert sorted(Counter(prompt.task for prompt in few).values()) == [1] * 6 + [2] * 2
     assert [int(prompt.question_id) for prompt in few] == sorted(int(prompt.question_id) for prompt in few)
     assert len(limited(builtin_prompts(), None)) == 40
+
+
+def test_rows_of_speed_bench_that_are_placeholders_are_left_out_and_counted(monkeypatch, caplog):
+    """Answers to the placeholder's text would be measured as if they were the benchmark's; so would one later turn."""
+    rows = [
+        {"question_id": "a", "category": "math", "turns": ["one", "two"], "source": "x"},
+        {"question_id": "b", "category": "math", "turns": [PLACEHOLDER]},
+        {"question_id": "c", "category": "qa", "turns": ["three", f"four {PLACEHOLDER}"]},
+    ]
+    sources = []
+    monkeypatch.setattr("toolkit.bench.prompts.load_rows", lambda source, **options: sources.append(source) or rows)
+    assert read_prompts("speed-bench") == [Prompt("a", "math", ("one", "two"))]
+    assert sources == ["hub:nvidia/SPEED-Bench/qualitative:test"]
+    assert "2 of the 3 rows of speed-bench are placeholders and are left out" in caplog.text
 
 
 def test_several_files_are_a_task_each(tmp_path):

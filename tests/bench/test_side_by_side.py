@@ -1,7 +1,18 @@
 import pytest
 
+from toolkit.bench.acceptance import ONE_BY_ONE
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import Mode, ResumeLog, Sampling, longest_prompt, run_side_by_side
+from toolkit.bench.rows import ceiling_of
+from toolkit.bench.side_by_side import (
+    PERFECT,
+    Mode,
+    ResumeLog,
+    Sampling,
+    SideBySide,
+    longest_prompt,
+    run_side_by_side,
+    with_context,
+)
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 
@@ -95,6 +106,19 @@ def test_a_killed_measurement_goes_on(scripted, words, tmp_path, batch):
     assert measure(again, keep=keep)[0] == whole and not log, "nothing is left to decode, not even to warm up"
     other = ResumeLog(keep.path, {"seed": 1})
     assert other.read(asked, SAMPLING) == {} and not keep.path.exists(), "rounds of other settings must not be mixed in"
+
+
+def test_the_ceiling_stays_where_an_answer_parts(scripted, tiny_target):
+    """In 16 bits plain decoding's answer may not be what the target writes beside drafts. Here it never is: plain
+    decoding is a script that no model follows."""
+    plain = scripted(lambda ids, shape: [[97 + place] for place in range(12)])
+    with SideBySide(with_context(ONE_BY_ONE, 40, 12), tiny_target, 1) as engines:
+        modes = [Mode(plain, None), engines.open_perfect(2)]
+        rounds = run_side_by_side(modes, tiny_target.tokenizer, prompts(("p",), ("q",)), Sampling(12, 0.0, 0), warmup=0)
+    assert ceiling_of(rounds, 2)["accept_length"] == 3.0
+    assert all(len(answer.output_ids) == 12 for done in rounds for answer in done.answers)
+    steps = [len(answer.events) for done in rounds if done.mode == PERFECT for answer in done.answers]
+    assert steps == [4, 4], "no token of them is decoded plainly"
 
 
 TALK = Prompt("1", "count", ("count apples and pears", "numbers and rivers", "spring"), "be short")

@@ -61,6 +61,13 @@ class TestWhatLoadersRead:
         launch, _ = export(make(**DFLASH, causal=True), "vllm", tmp_path / "f", tiny_facts, CHAIN)
         assert '"method": "dflash"' in launch and config_of(tmp_path / "f")["dflash_config"]["causal"] is True
 
+    def test_vllm_of_causal_blocks_with_the_markov_bias(self, make, tiny_facts, tmp_path):
+        """Without the key vLLM would let each place see its whole block."""
+        launch, _ = export(make(causal=True), "vllm", tmp_path / "o", tiny_facts, CHAIN)
+        config = config_of(tmp_path / "o")
+        assert '"method": "dspark"' in launch and config["architectures"] == ["Qwen3DSparkModel"]
+        assert config["markov_rank"] == 4 and config["dflash_config"]["causal"] is True
+
     def test_a_block_whose_first_place_drafts_nothing(self, make, tiny_facts, tmp_path):
         """SGLang's and vLLM's DSpark count drafts, speculators places."""
         for to, block in (("vllm", 4), ("speculators", 5)):
@@ -187,6 +194,15 @@ def test_causal_blocks_by_all_names(publish, name):
     check_same(draft, directory)
     assert not [one.line for one in open_head(directory).resolutions if one.warning]
     assert not open_head(directory, overrides={"causal": False}).head.config.causal
+
+
+@pytest.mark.parametrize(("architecture", "causal"), [("Qwen3DFlashDraftModel", False), ("JetSpecDraftModel", True)])
+def test_other_names_of_the_architecture(publish, architecture, causal):
+    """NeMo AutoModel's, and that of a SpecForge fork, which makes blocks causal without a key in the config."""
+    draft, directory = publish("z-lab-new", {"architectures": [architecture]}, **DFLASH, causal=causal)
+    check_same(draft, directory)
+    _, directory = publish("z-lab-new", {"architectures": [architecture], "is_causal": not causal}, **DFLASH)
+    assert open_head(directory).head.config.causal is not causal, "a key in the config decides"
 
 
 REFUSED = [

@@ -34,6 +34,7 @@ from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape, DraftTree, root_only
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.verify.verifiers import ForcedAcceptance
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
@@ -75,7 +76,8 @@ class PerfectDrafter(NoDrafter):
     """Drafts known answers, a chain of `depth` tokens a step: what the engine gains when every draft is right.
 
     answers: by a request's seed, which differs between questions. Drafts past the answer's end are padded: on a GPU
-    each size of tree is another graph.
+    each size of tree is another graph. `SideBySide.open_perfect` accepts all of them: in 16 bits the target would part
+    from its own answer at a near-tie, and the drafts after that would be of another text.
     """
 
     def __init__(self, depth: int) -> None:
@@ -89,8 +91,9 @@ class PerfectDrafter(NoDrafter):
 
     def _following(self, request: Request) -> tuple[int, ...]:
         written = len(request.output_ids)
-        known = self.answers.get(request.params.seed, ())[written : written + self.depth]
-        return (*known, *[0] * (self.depth - len(known))) if known else ()
+        answer = self.answers.get(request.params.seed, ())
+        known = answer[written : written + self.depth]
+        return (*known, *[0] * (self.depth - len(known))) if answer else ()
 
     def set_shape(self, shape: DraftShape) -> None:
         self.depth = shape.num_steps
@@ -398,13 +401,20 @@ class SideBySide(ExitStack):
         # All read the same prompts; with a prefix cache, later engines would reuse the work of earlier ones.
         self._config = replace(config, prefix_cache=False)
 
-    def open(self, draft: Draft | None = None, shape: DraftShape | None = None, **options: Any) -> Engine:
+    def open(
+        self,
+        draft: Draft | None = None,
+        shape: DraftShape | None = None,
+        forced: ForcedAcceptance | None = None,
+        **options: Any,
+    ) -> Engine:
         """Open an engine that drafts `shape` in every step, or decodes plainly without a draft.
 
-        options: fields of EngineConfig."""
+        forced: in place of that of the settings. options: fields of EngineConfig."""
         text = None if draft is None or shape is None else shape.as_text()
         config = replace(self._config, **{"shape": text, "adaptive": False, **options})
-        engine = self.enter_context(closing(build_engine(config, self._target, draft, **self._settings).engine))
+        settings = self._settings if forced is None else {**self._settings, "forced": forced}
+        engine = self.enter_context(closing(build_engine(config, self._target, draft, **settings).engine))
         if self._target.device.type == "cuda":
             pool = engine.scheduler.memory.pool
             tokens = pool.capacity * pool.page_size
@@ -412,10 +422,11 @@ class SideBySide(ExitStack):
         return engine
 
     def open_perfect(self, depth: int) -> Mode:
-        """Open an engine that drafts known answers, `depth` tokens a step."""
-        shape, plainly = DraftShape.chain(depth), {"lookup": None, "lookup_corpus": None, "token_map": None}
+        """Open an engine that drafts known answers, `depth` tokens a step, and accepts them."""
+        every, shape = ForcedAcceptance((1.0,) * depth), DraftShape.chain(depth)
+        plainly = {"lookup": None, "lookup_corpus": None, "token_map": None}
         confidence = EngineConfig().draft_confidence
-        engine = self.open(NgramLookup(), shape, verify="target", draft_confidence=confidence, **plainly)
+        engine = self.open(NgramLookup(), shape, every, verify="target", draft_confidence=confidence, **plainly)
         engine.drafter = PerfectDrafter(depth)
         return Mode(engine, shape, label=PERFECT)
 

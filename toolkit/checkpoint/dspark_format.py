@@ -86,8 +86,10 @@ def _causal(said: Mapping[str, Any], resolver: Resolver) -> bool:
     if len(set(stated.values())) > 1 and not resolver.overridden("causal"):
         words = " and ".join(f"{key} is {value}" for key, value in stated.items())
         raise DraftDirError(f"config.json: {words}; give the right one with --set causal=true or false")
-    key, value = next(iter(stated.items()), ("", False))
-    return resolver.settle("causal", value, f"as {key} states" if key else "not stated: places see their whole block")
+    jetspec = "JetSpecDraftModel" in (said.get("architectures") or ())
+    rule = f"not stated: {'JetSpec is causal' if jetspec else 'places see their whole block'}"
+    key, value = next(iter(stated.items()), ("", jetspec))
+    return resolver.settle("causal", value, f"as {key} states" if key else rule)
 
 
 def _bias(reading: Reading) -> dict[str, Any]:

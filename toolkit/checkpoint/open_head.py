@@ -68,6 +68,8 @@ SPECULATORS = {"eagle3": "eagle3", "dflash": "dspark", "dspark": "dspark"}
 # Block drafters with Qwen3's layers -> what wrote them.
 BLOCK_DRAFTERS = {
     "DFlashDraftModel": "z-lab, SGLang or vLLM",
+    "Qwen3DFlashDraftModel": "NeMo AutoModel",
+    "JetSpecDraftModel": "a fork of SpecForge",
     "DSparkDraftModel": "SGLang or vLLM",
     "Qwen3DSparkModel": "DeepSpec, SGLang or vLLM",
     "LingDSparkModel": "DeepSpec",
