@@ -72,6 +72,14 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and message in error, error
 
 
+@pytest.mark.parametrize("command", [["check"], ["bench", "acceptance"]])
+def test_a_shortened_flag_is_no_other_flag(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench acceptance --n 2` was read as `--no-check`."""
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--draf", "x"])
+    assert "--draf" in capsys.readouterr().err
+
+
 def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Scripts distinguish Ctrl-C from failure by the status 130."""
 

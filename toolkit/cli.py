@@ -73,7 +73,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def command_parser(name: str) -> tuple[argparse.ArgumentParser, Callable[[Sequence[str]], argparse.Namespace]]:
     """Return the parser of a command, and its method that parses a command line."""
     command = _module(name)
-    parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=COMMANDS[name])
+    # A shortened flag would be read as another one: --n as --no-check.
+    parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=COMMANDS[name], allow_abbrev=False)
     subcommands = command.add_arguments(parser)
     if hasattr(command, "parse"):  # the command reads its line itself
         return parser, partial(command.parse, parser)

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
     _add_acceptance(kinds)
     compare = kinds.add_parser(
         "compare",
+        allow_abbrev=False,
         help="two records side by side, with intervals of the differences",
         description="Two records of `toolkit bench acceptance` side by side, paired by prompt: accept_length and its "
         "difference, speed over plain decoding and its ratio, each with a 95 % interval. Records of other prompts, "
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
 def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     acceptance = kinds.add_parser(
         "acceptance",
+        allow_abbrev=False,
         help="tokens per verify step, speed, and equality of the tokens",
         description="Without --draft: the stage `measure` of a recipe's run folder. It resumes after an interruption "
         "and writes ckpt/measured.json, from which serve and chat take their default shape. With --draft: any head. "

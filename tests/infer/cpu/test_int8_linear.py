@@ -14,8 +14,8 @@ from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
 from toolkit.infer.engine.cpu_door import load_target
 from toolkit.targets.target import weight_bits
 
-# Widths that no vector register divides too.
-SIZES = [(33, 7), (576, 192)]
+# Widths that no vector register divides too, and a weight of three parts.
+SIZES = [(33, 7), (576, 192), (576, 960)]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from toolkit.checkpoint.draft_dir import DraftDirError
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.lookup import ComposedDrafter, NgramLookup
 from toolkit.infer.engine.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_draft import read_corpus
 from toolkit.infer.load.load_engine import build_engine, load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import EngineError, SamplingParams
@@ -106,6 +108,17 @@ def test_the_corpus_has_the_answers_of_a_file(small_target, small_draft, tmp_pat
     drafter = drafter_of(small_target, small_draft, lookup_corpus=path).inner
     ids = [small_target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("c d e", "f g")]
     assert drafter._texts._corpus.tokens == [*ids[0], -1, *ids[1], -1]
+
+
+def test_a_corpus_longer_than_the_context_is_no_alarm(tiny_target, tmp_path, caplog, monkeypatch):
+    """transformers warns of a text that is too long for the model; nothing of a corpus goes through the model."""
+    monkeypatch.setattr(tiny_target.tokenizer, "model_max_length", 2)
+    monkeypatch.setattr(tiny_target.tokenizer, "deprecation_warnings", {})  # it warns once
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox")
+    assert read_corpus(EngineConfig(lookup_corpus=path), tiny_target) is not None
+    assert "sequence length" not in caplog.text
 
 
 def test_lookup_that_cannot_be_is_refused(small_target, small_draft, tmp_path):

@@ -288,6 +288,7 @@ def test_prompts_at_the_end_of_the_context(tiny_target, tiny_draft, running):
             error = error_of(ask(ids[:length], max_tokens=most), 400)
             assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
             assert f"context is 48 tokens, but the prompt has {length}" in error["message"]
+            assert ("max_tokens" in error["message"]) == (length < 48)  # lowering it makes no room for one token
     engine.check_integrity()
     engine.close()
     plain.close()

@@ -209,10 +209,15 @@ def test_other_errors_have_the_same_shape(scene):
     assert [r.status_code for r in (broken, missing, method)] == [400, 404, 405]
     for response in (broken, missing, method):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    kind = {"content-type": "application/json"}
     bare = httpx.post(f"{scene.url}/v1/chat/completions", json=[1])
+    empty = httpx.post(f"{scene.url}/v1/chat/completions", headers=kind)
     untyped = httpx.post(f"{scene.url}/v1/chat/completions", content=b"{}")  # curl -d without a header
-    for response in (bare, untyped):
+    for response in (bare, empty, untyped):
         assert response.status_code == 400 and "Content-Type: application/json" in response.json()["error"]["message"]
+    not_utf8 = httpx.post(f"{scene.url}/v1/chat/completions", content=b'{"model": "\xff"}', headers=kind)
+    for response in (broken, bare, empty, untyped, not_utf8):
+        assert response.json()["error"]["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -198,6 +198,21 @@ def bodies_at_the_limits():
     yield "shape", {"shape": "9" * 5000 + ",1,5"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop_token_ids": [999999]}, "stop_token_ids has the id 999999; the target's vocabulary is 0.."),
+        ({"logit_bias": {"999999": 1}}, "logit_bias has the id 999999; the target's vocabulary is 0.."),
+        ({"logit_bias": {"abc": 1}}, "'logit_bias.abc': a token id of at most 9 digits is needed, got 'abc'"),
+        ({"stop_token_ids": [5], "regex": "a"}, "stop_token_ids is [5]; regex is given too"),
+    ],
+)
+def test_errors_name_what_the_client_sent(url, fields, says):
+    """Not the engine's settings, nor values in Python's form."""
+    reply = httpx.post(f"{url}/v1/completions", json={"model": NAME, "prompt": [9], **fields})
+    assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+
+
 def test_no_number_of_a_request_ends_a_step_of_its_neighbours(url):
     """A number that overflows a tensor of the batch ended the step, and with it every request in flight."""
     base = {"model": NAME, "prompt": [9, 9], "max_tokens": 1, "temperature": 1.0, "speculative": False}

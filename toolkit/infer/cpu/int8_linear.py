@@ -2,8 +2,9 @@
 and draft heads that are quantised to such layers.
 
 The result of a layer is that of a float layer whose weight is `levels * scale`. bfloat16 layers use our native product
-if this machine has it (blocked_product.py). Others use PyTorch's int8 product, which torchao calls too. With both, a
-row's result does not depend on the number of rows.
+if this machine has it (blocked_product.py), others PyTorch's int8 product, which torchao calls too. That one takes
+milliseconds a row in float32, so float32 layers multiply by the levels in float32, a part of them at a time. With all
+three, a row's result does not depend on the number of rows.
 
 The quantised model is then the target: speculative decoding must reproduce its tokens. The token embedding is not
 rounded, even if the model ties it to the output matrix: a step reads only a few of its rows.
@@ -22,11 +23,13 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import TargetError
 from toolkit.infer.cpu.blocked_product import BlockedLinear, from_blocks, join_products, takes, to_blocks
+from toolkit.infer.kernels.batch_invariant import product
 
 DTYPES = (torch.bfloat16, torch.float32)
 LARGEST = 127
 SMALLEST = 1e-30
 BFLOAT16_MULTIPLE = 16  # PyTorch's bfloat16 kernel reads past the row's end if K is not a multiple
+PART = 2**18  # levels that are in float32 at once: they stay in the CPU's cache
 
 
 class Int8Linear(BlockedLinear):
@@ -90,6 +93,9 @@ def int8_product(rows: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
     """rows [M, K] of a dtype of DTYPES, levels [N, K] int8, scale [N] -> rows @ (levels * scale).T [M, N]."""
     if rows.dtype == torch.bfloat16 and rows.shape[1] % BFLOAT16_MULTIPLE:
         return F.linear(rows, levels.to(rows.dtype) * scale[:, None])
+    if rows.dtype == torch.float32:
+        parts = levels.split(max(1, PART // rows.shape[1]))
+        return torch.cat([product(rows, part.float(), None) for part in parts], dim=1) * scale
     return torch._weight_int8pack_mm(rows.contiguous(), levels, scale)
 
 

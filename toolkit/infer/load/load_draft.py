@@ -211,7 +211,7 @@ def read_corpus(config: EngineConfig, target: Target) -> SuffixAutomaton | None:
     if config.lookup_corpus is None:
         return None
     texts = list(_texts(Path(config.lookup_corpus)))
-    ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    ids = [target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     tokens = [token for one in ids if one for token in (*one, SEPARATOR)]
     if not tokens:
         raise ConfigError(f"`lookup_corpus` is {config.lookup_corpus}, which has no text of an answer; leave it out")

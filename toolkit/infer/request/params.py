@@ -146,15 +146,17 @@ class SamplingParams:
     def check_ids(self, vocab_size: int) -> None:
         """Raise `SamplingError` for a biased id or a stop id outside the vocabulary."""
         for name, ids in (("logit_bias", self.biases), ("stop_ids", self.stop_ids)):
-            inside = 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
-            self._need(inside, name, f"the target's vocabulary is 0..{vocab_size - 1}")
+            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise SamplingError(name, f"{name} has the id {wrong}; the target's vocabulary is 0..{vocab_size - 1}")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _need(self, holds: bool, name: str, needed: str) -> None:
         if not holds:
-            raise SamplingError(name, f"{name} is {getattr(self, name)}; {needed}")
+            value = getattr(self, name)
+            raise SamplingError(name, f"{name} is {list(value) if isinstance(value, tuple) else value}; {needed}")
 
     def _check_types(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):

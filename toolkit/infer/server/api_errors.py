@@ -62,7 +62,8 @@ def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, context_
         asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
     else:
         asked = f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}"
-    message = f"this model's context is {context_length} tokens, but {asked}; shorten the prompt or lower max_tokens"
+    remedy = "shorten the prompt" if prompt_tokens >= context_length else "shorten the prompt or lower max_tokens"
+    message = f"this model's context is {context_length} tokens, but {asked}; {remedy}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -90,8 +91,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """One 400 for pydantic's validation errors, with the names of the fields. errors: ValidationError.errors()."""
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
-    if tuple(errors[0]["loc"]) == ("body",) and errors[0]["type"] == "model_attributes_type":
-        message = "the body is not a JSON object; send one with the header Content-Type: application/json"
+    if tuple(errors[0]["loc"]) == ("body",) and errors[0]["type"] in ("model_attributes_type", "missing"):
+        problem = "empty" if errors[0]["type"] == "missing" else "not a JSON object"
+        message = f"the body is {problem}; send a JSON object with the header Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
     described = [_describe(error) for error in _deepest(errors)]
     message = "; ".join(text for _, text, _ in described)
@@ -122,7 +124,7 @@ def _describe(error: Mapping[str, Any]) -> tuple[str | None, str, str | None]:
     if error["type"] == "extra_forbidden":
         return param, f"unknown field '{param}'", "unknown_parameter"
     if error["type"] == "missing":
-        return param, f"the field '{param or 'body'}' is missing", "missing_required_parameter"
+        return param, f"the field '{param}' is missing", "missing_required_parameter"
     if error["type"] == "unsupported_parameter":
         return param, error["msg"], "unsupported_parameter"
     if error["type"] == "too_short":
@@ -149,7 +151,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        message, code = f"{error.detail}: {request.method} {request.url.path}", None
         if isinstance(error.__cause__, UnicodeDecodeError):  # raised by the parser of JSON
-            message = f"the body is not valid UTF-8 (byte {error.__cause__.start})"
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+            message, code = f"the body is not valid UTF-8 (byte {error.__cause__.start})", "invalid_json"
+        return JSONResponse(ApiError(error.status_code, message, code=code).body, error.status_code, error.headers)

@@ -135,7 +135,10 @@ class Completions:
         except (TimeoutError, RequestCutError) as error:
             raise deadline.error(error.cause if isinstance(error, RequestCutError) else "deadline") from error
         except ValueError as error:  # the engine's checks of settings and ids
-            raise ApiError(400, str(error), param=_field_at_fault(error, body, param), code="invalid_value") from error
+            message, name = str(error), getattr(error, "field", None)
+            if name in FIELD_OF:
+                message = message.replace(name, FIELD_OF[name], 1)
+            raise ApiError(400, message, param=_field_at_fault(error, body, param), code="invalid_value") from error
         if body.stream:
             return EventStream(self._events(answers, form, body), lambda: self._end(answers))
         try:

@@ -11,9 +11,11 @@ that accepts its drafts), `timeout` (seconds) and `return_acceptance` (statistic
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from toolkit.infer.request.chat_messages import ANY, ChatMessage, FunctionName, Strict, Text, encodable, wrong_field
 from toolkit.infer.request.params import MOST_LOGPROBS
@@ -29,8 +31,14 @@ def _encodable_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _token_id(text: str) -> str:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise PydanticCustomError("token_id", "a token id of at most 9 digits is needed")
+    return text
+
+
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_encodable_json)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenId = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
