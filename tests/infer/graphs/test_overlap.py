@@ -191,9 +191,9 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
 @pytest.mark.parametrize(
     "name, shape, verify",
     [
-        ("eagle2", "3,3,8", "target"),
+        pytest.param("eagle2", "3,3,8", "target", marks=pytest.mark.slow),
         pytest.param("eagle2", "3,1,4", "block", marks=pytest.mark.slow),
-        pytest.param("none", "", "target", marks=pytest.mark.slow),
+        ("none", "", "target"),
     ],
 )
 def test_edited_rows_among_others_are_overlapped(agreeing, recording, monkeypatch, name, shape, verify):

@@ -170,7 +170,7 @@ def two_token_distribution(target, prompt: list[int], params: SamplingParams, al
         pytest.param("block", "eagle3", True, marks=pytest.mark.slow, id="block beside lookup"),
         pytest.param("auto", "eagle3", None, marks=pytest.mark.slow, id="auto"),
         pytest.param("block", "dspark", None, id="block of a block drafter"),
-        pytest.param("target", "dspark", None, id="best-first trees"),
+        pytest.param("target", "dspark", None, marks=pytest.mark.slow, id="best-first trees"),
     ],
 )
 def test_distribution_of_an_engine(small_target, build, monkeypatch, verify, name, lookup):
