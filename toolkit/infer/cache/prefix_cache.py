@@ -23,7 +23,7 @@ from toolkit.infer.cache.linear_states import STATES_PER_ROW, Snapshot
 from toolkit.infer.cache.page_pool import PagePool
 
 _Key = tuple[int, ...]  # tokens
-EVICTED_TOGETHER = 64  # an eviction takes at least this share of the cached pages, if they are in no request
+EVICTED_TOGETHER = 64  # an eviction takes at least one of so many cached pages, if these are in no request
 
 
 @dataclass(eq=False)
